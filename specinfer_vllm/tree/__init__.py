@@ -1,0 +1,8 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Token trees as flat arrays: a batch at a time, without vLLM.
+
+topology.py   the arrays, their order, their ancestor bits and the exchange format
+merge.py      the union of several proposers' trees
+expand.py     expansions <k1,...,km> and the choice of the best nodes
+paths.py      sums over paths and preorder positions, the arithmetic under the three others
+"""
