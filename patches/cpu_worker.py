@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CPUWorker builds its runner from a module attribute (vllm/v1/worker/cpu_worker.py).
+
+Upstream's GPU worker has `_make_model_runner` for subclasses; the CPU worker names the class inside `init_device`, so the
+name is exchanged for the duration of that call. vLLM >=0.32,<0.34.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from specinfer_vllm.patches.patch import Hook
+
+RUNNER = Hook("vllm.v1.worker.cpu_worker", "CPUModelRunner")
+
+
+@contextmanager
+def runner_class(replacement: type) -> Iterator[None]:
+    """Let CPUWorker.init_device build `replacement`. Raises HookMissing when the name is gone."""
+    original = RUNNER.resolve()
+    import vllm.v1.worker.cpu_worker as module
+
+    module.CPUModelRunner = replacement
+    try:
+        yield
+    finally:
+        module.CPUModelRunner = original

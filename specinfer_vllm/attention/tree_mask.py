@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which keys each tree row sees: the committed prefix, and of the tree part its own ancestors. Host-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class TreeMask:
+    """The tree part of one pass, built once per step and shared by all layers.
+
+    rows         [requests, width] int64    flat query row of each request's tree rows; padding repeats the first
+    valid        [requests, width] bool     False at padding
+    ancestors    [requests, width, tree] bool    tree slot j is visible to the row (itself included)
+    position     [requests, width] int64    position of the row: prefix length + depth
+    tree_depth   [requests, tree] int64     depth of the node at tree slot j
+    prefix_len   [requests] int64           committed tokens, visible to every row, in front of the tree slots
+    batch        [requests] int64           row of the block table
+    covers_all   no query row lies outside `rows`
+    """
+
+    rows: torch.Tensor
+    valid: torch.Tensor
+    ancestors: torch.Tensor
+    position: torch.Tensor
+    tree_depth: torch.Tensor
+    prefix_len: torch.Tensor
+    batch: torch.Tensor
+    covers_all: bool
+
+    def bias(self, num_keys: int, window: int | None = None) -> torch.Tensor:
+        """Additive mask [requests, width, num_keys] float32, 0 where visible and -inf elsewhere.
+
+        num_keys counts key slots from the start of the sequence. A window is measured in positions, so that a node at
+        depth d sees as far back as plain decoding would at that position, whatever its slot.
+        """
+        slot = torch.arange(num_keys)
+        tree_slot = slot - self.prefix_len[:, None]
+        in_prefix = tree_slot < 0
+        tree_size = self.tree_depth.shape[1]
+        in_tree = (tree_slot >= 0) & (tree_slot < tree_size)
+        index = tree_slot.clamp(0, tree_size - 1)
+        requests, width = self.rows.shape
+        bits = self.ancestors.gather(2, index[:, None, :].expand(requests, width, num_keys))
+        visible = in_prefix[:, None, :] | (in_tree[:, None, :] & bits)
+        if window is not None:
+            key_position = torch.where(in_prefix, slot, self.prefix_len[:, None] + self.tree_depth.gather(1, index))
+            visible &= self.position[:, :, None] - key_position[:, None, :] < window
+        # A padded row sees the first key, so that its softmax is defined; nobody reads its result.
+        visible[..., 0] |= ~self.valid
+        return torch.zeros(visible.shape).masked_fill_(~visible, float("-inf"))

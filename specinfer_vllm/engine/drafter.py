@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a worker drafts with: the configured proposers behind one ensemble, and the trees of the last step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from vllm.config import VllmConfig
+
+from specinfer_vllm.config import TreeOptions
+from specinfer_vllm.engine.requests import RequestSlots
+from specinfer_vllm.engine.step import DraftedTrees
+from specinfer_vllm.metrics import TreeStats
+from specinfer_vllm.patches.speculative_config import tree_config
+from specinfer_vllm.propose.ensemble import Ensemble
+from specinfer_vllm.propose.ngram import NgramProposer
+from specinfer_vllm.propose.proposer import DraftBatch, Observation, Proposer
+from specinfer_vllm.propose.recycling import RecyclingProposer
+
+
+def free_proposer(name: str, options: TreeOptions, vocab_size: int, num_slots: int) -> Proposer:
+    """The draft-free proposer of that name."""
+    if name == "ngram":
+        return NgramProposer()
+    return RecyclingProposer(vocab_size=vocab_size, num_slots=num_slots, shared=options.share_recycling)
+
+
+class TreeDrafter:
+    """vLLM's runner builds this as its drafter (method `custom_class`); the tree runner drives it.
+
+    It knows nothing of a runner: what it needs of a step comes as arrays.
+    """
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        self.options = tree_config(vllm_config).tree
+        self.max_model_len = vllm_config.model_config.max_model_len
+        num_slots = vllm_config.scheduler_config.max_num_seqs
+        vocab_size = vllm_config.model_config.get_vocab_size()
+        self.slots = RequestSlots(num_slots, self.options.seed)
+        self.ssms = self._ssms(vllm_config)
+        self.free = [free_proposer(name, self.options, vocab_size, num_slots) for name in self.options.free_proposers]
+        self.ensemble = Ensemble(
+            [*self.ssms, *self.free],
+            merge=self.options.merge,
+            batch_nodes=self.options.batch_nodes,
+            min_score=self.options.min_score,
+        )
+        self.stats = TreeStats()
+        self.drafted = DraftedTrees()
+
+    def _ssms(self, vllm_config: VllmConfig) -> list[Proposer]:
+        if not self.options.ssms:
+            return []
+        from specinfer_vllm.propose.ssm import SsmProposer
+
+        return [SsmProposer(vllm_config, index) for index in range(len(self.options.ssms))]
+
+    @property
+    def owners(self) -> list[str]:
+        """Names of the proposers, indexed by draw_owner."""
+        return self.ensemble.names
+
+    def load_model(self, target_model: torch.nn.Module) -> None:
+        """Load the SSMs; called by the runner once the LLM is loaded, so that memory profiling sees both."""
+        for ssm in self.ssms:
+            ssm.load()
+
+    def finish(self, request_ids: Sequence[str]) -> None:
+        """Requests ended or were preempted: forget everything about them."""
+        for request_id in request_ids:
+            slot = self.slots.finish(request_id)
+            if slot is not None:
+                self.ensemble.finish(slot)
+
+    def draft(self, request_ids: Sequence[str], batch: DraftBatch, requests: np.ndarray) -> None:
+        """Draft the next trees. requests [k] int64: the requests of the batch that draft, indices into request_ids."""
+        trees = self.ensemble.propose(batch)
+        self.drafted.replace([request_ids[i] for i in requests], trees)
+        self.stats.proposer_failures.update(self.ensemble.take_failures())
+
+    def observe(self, observation: Observation) -> None:
+        """Show the proposers what the LLM said on the accepted paths."""
+        self.ensemble.observe(observation)
+
+    @property
+    def num_successors(self) -> int:
+        """How many best next tokens per row `observe` wants; 0 when nobody looks at them."""
+        return self.ensemble.num_successors
+
+    def propose(self, *args, **kwargs) -> None:
+        """vLLM's interface for custom proposers. The tree runner never calls it; a stock runner must not draft with us."""
+        raise RuntimeError("token trees need the specinfer_vllm worker; unset worker_cls or use the tree worker")

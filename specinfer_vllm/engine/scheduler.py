@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's scheduler, told what a tree is: it counts nodes as draft tokens, which is all it needs for slots and roll-back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import DraftTokenIds
+from vllm.v1.spec_decode.metrics import SpecDecodingStats
+
+from specinfer_vllm.engine.grammar import fill_tree
+from specinfer_vllm.patches.speculative_config import tree_config
+
+
+class TreeScheduler(Scheduler):
+    """Synchronous scheduling of token trees.
+
+    parents  request id -> parents of its nodes, as drafted; a prefix of the nodes may be scheduled
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.parents: dict[str, list[int]] = {}
+        # SSMs write the K/V of the next root and of their own tree behind the LLM's last slot.
+        self.num_lookahead_tokens = tree_config(self.vllm_config).num_lookahead_tokens
+
+    def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
+        """Keep every node: one that the grammar forbids is masked in its parent's row, and its siblings stay."""
+        self.parents = dict(zip(draft_token_ids.req_ids, draft_token_ids.parents, strict=True))
+        for request_id, tokens in zip(draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=True):
+            request = self.requests.get(request_id)
+            if request is None or request.is_finished():
+                continue
+            undraftable = request.is_prefill_chunk or self._reasons_before_grammar(request)
+            request.spec_token_ids = [] if undraftable else tokens
+
+    def _reasons_before_grammar(self, request: Any) -> bool:
+        """Whether a grammar is still held back by reasoning, whose end vLLM looks for along a chain only."""
+        if not request.use_structured_output:
+            return False
+        return self.structured_output_manager._get_constraint_bounds(request, ()).constraint_start > 0
+
+    def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
+        """Masks of the scheduled trees; row order per request: root, then nodes."""
+        drafts = scheduler_output.scheduled_spec_decode_tokens
+        if not scheduler_output.has_structured_output_requests or not drafts:
+            return super().get_grammar_bitmask(scheduler_output)
+        requests = [
+            request
+            for request_id in scheduler_output.num_scheduled_tokens
+            if (request := self.requests.get(request_id)) and request.use_structured_output and not request.is_prefill_chunk
+        ]
+        if not requests:
+            return None
+        start = 0
+        for request in requests:
+            start = self._fill(request, drafts.get(request.request_id, ()), start)
+        ids = [request.request_id for request in requests]
+        masks = self.structured_output_manager._grammar_bitmask[:start].numpy()
+        return GrammarOutput(ids, masks, [len(drafts.get(each, ())) for each in ids])
+
+    def _fill(self, request: Any, tokens: Sequence[int], start: int) -> int:
+        """Fill the masks of one request from row `start`; returns the row behind its last."""
+        manager = self.structured_output_manager
+        masks = self._masks(manager)
+        grammar = request.structured_output_request.grammar
+        applies = not self._reasons_before_grammar(request)
+        parents = self.parents.get(request.request_id, range(len(tokens)))
+        fill_tree(
+            grammar,
+            request.request_id,
+            tokens,
+            list(parents)[: len(tokens)],
+            fill=lambda row: manager._fill_bitmasks(((grammar, start + row, applies),)),
+            copy=lambda row, other: masks[start + row].copy_(masks[start + other]),
+        )
+        return start + len(tokens) + 1
+
+    def _masks(self, manager: Any) -> Any:
+        """The manager's mask buffer, made as it makes it itself on first use."""
+        if manager._grammar_bitmask is None:
+            rows = self.scheduler_config.max_num_seqs * (1 + self.num_spec_tokens)
+            manager._grammar_bitmask = manager.backend.allocate_token_bitmask(rows)
+        return manager._grammar_bitmask
+
+    def make_spec_decoding_stats(
+        self, spec_decoding_stats: SpecDecodingStats | None, num_draft_tokens: int, *args: Any, **kwargs: Any
+    ) -> SpecDecodingStats | None:
+        """vLLM's own counters; its positions are depths, its draft tokens are nodes."""
+        return super().make_spec_decoding_stats(spec_decoding_stats, num_draft_tokens, *args, **kwargs)

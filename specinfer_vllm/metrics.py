@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Counters of a worker: what was proposed, accepted, moved, refused, and by whom."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from specinfer_vllm.tree.topology import TokenTrees
+
+
+@dataclass
+class TreeStats:
+    """Plain sums since the start of the worker; one LLM pass of one request is a request step.
+
+    steps               LLM passes that sampled at least one token
+    request_steps       requests that took part in them
+    tokens              tokens these steps emitted
+    drafted_steps       request steps that verified a tree of at least one node
+    nodes               nodes verified
+    accepted            nodes accepted
+    moved               accepted nodes whose K/V had to move
+    accepted_by         proposer -> accepted nodes that carry a draw of it (a shared node counts for each)
+    proposed_by         proposer -> verified nodes that carry a draw of it
+    undrafted           reason -> request steps served without drafts because of it
+    proposer_failures   proposer -> times it raised
+    """
+
+    steps: int = 0
+    request_steps: int = 0
+    tokens: int = 0
+    drafted_steps: int = 0
+    nodes: int = 0
+    accepted: int = 0
+    moved: int = 0
+    accepted_by: Counter[str] = field(default_factory=Counter)
+    proposed_by: Counter[str] = field(default_factory=Counter)
+    undrafted: Counter[str] = field(default_factory=Counter)
+    proposer_failures: Counter[str] = field(default_factory=Counter)
+
+    def observe(self, trees: TokenTrees, accepted_row: np.ndarray, emitted: np.ndarray, owners: list[str]) -> None:
+        """Add one step.
+
+        accepted_row  [rows] bool          nodes on the accepted paths, roots not included
+        emitted       [requests] int64     tokens each request got, 0 while its prompt is not done
+        owners        names of the proposers, indexed by draw_owner
+        """
+        sampled = emitted > 0
+        if not sampled.any():
+            return
+        self.steps += 1
+        self.request_steps += int(sampled.sum())
+        self.tokens += int(emitted.sum())
+        self.drafted_steps += int((trees.num_nodes > 0).sum())
+        self.nodes += trees.num_rows - trees.num_requests
+        self.accepted += int(accepted_row.sum())
+        for counter, draws in (
+            (self.proposed_by, trees.draw_owner),
+            (self.accepted_by, trees.draw_owner[accepted_row[trees.draw_row]]),
+        ):
+            for owner, count in enumerate(np.bincount(draws, minlength=len(owners)) if len(draws) else ()):
+                counter[owners[owner]] += int(count)
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Tokens per LLM pass and request; 1 is plain decoding."""
+        return self.tokens / self.request_steps if self.request_steps else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain types, for RPC and JSON."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        plain = {name: dict(value) if isinstance(value, Counter) else value for name, value in values.items()}
+        return {**plain, "tokens_per_step": self.tokens_per_step}
