@@ -4,8 +4,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
+
+WORD_BITS = 64
 
 
 @dataclass(frozen=True)
@@ -14,22 +17,34 @@ class TreeMask:
 
     rows         [requests, width] int64    flat query row of each request's tree rows; padding repeats the first
     valid        [requests, width] bool     False at padding
-    ancestors    [requests, width, tree] bool    tree slot j is visible to the row (itself included)
-    position     [requests, width] int64    position of the row: prefix length + depth
-    tree_depth   [requests, tree] int64     depth of the node at tree slot j
+    words        [requests, width, words] int64    bit j: tree slot j is visible to the row (itself included)
+    position     [requests, width] int64    position of the row: prefix length + depth of the node
+    tree_depth   [requests, tree] int64     tree slot j's distance in positions from the end of the prefix
     prefix_len   [requests] int64           committed tokens, visible to every row, in front of the tree slots
+    tree_len     [requests] int64           tree slots of the request
     batch        [requests] int64           row of the block table
     covers_all   no query row lies outside `rows`
     """
 
     rows: torch.Tensor
     valid: torch.Tensor
-    ancestors: torch.Tensor
+    words: torch.Tensor
     position: torch.Tensor
     tree_depth: torch.Tensor
     prefix_len: torch.Tensor
+    tree_len: torch.Tensor
     batch: torch.Tensor
     covers_all: bool
+
+    @cached_property
+    def num_keys(self) -> int:
+        """Keys of the longest request, prefix and tree."""
+        return int((self.prefix_len + self.tree_len).max())
+
+    @cached_property
+    def padded_rows(self) -> torch.Tensor:
+        """`rows` with -1 at padding."""
+        return torch.where(self.valid, self.rows, -1)
 
     def bias(self, num_keys: int, window: int | None = None) -> torch.Tensor:
         """Additive mask [requests, width, num_keys] float32, 0 where visible and -inf elsewhere.
@@ -41,11 +56,12 @@ class TreeMask:
         tree_slot = slot - self.prefix_len[:, None]
         in_prefix = tree_slot < 0
         tree_size = self.tree_depth.shape[1]
-        in_tree = (tree_slot >= 0) & (tree_slot < tree_size)
+        in_tree = (tree_slot >= 0) & (tree_slot < self.tree_len[:, None])
         index = tree_slot.clamp(0, tree_size - 1)
         requests, width = self.rows.shape
-        bits = self.ancestors.gather(2, index[:, None, :].expand(requests, width, num_keys))
-        visible = in_prefix[:, None, :] | (in_tree[:, None, :] & bits)
+        word = self.words.gather(2, (index // WORD_BITS)[:, None, :].expand(requests, width, num_keys))
+        bits = (word >> (index % WORD_BITS)[:, None, :]) & 1
+        visible = in_prefix[:, None, :] | (in_tree[:, None, :] & (bits == 1))
         if window is not None:
             key_position = torch.where(in_prefix, slot, self.prefix_len[:, None] + self.tree_depth.gather(1, index))
             visible &= self.position[:, :, None] - key_position[:, None, :] < window

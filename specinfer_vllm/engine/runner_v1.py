@@ -305,17 +305,15 @@ def build_mask(
     local[~valid] = 0
     rows = trees.offsets[requests][:, None] + local
     depth = trees.depth[rows].astype(np.int64)
-    bits = trees.ancestors[rows]
-    node = np.arange(width)
-    ancestors = (bits[:, :, node // 64] >> (node % 64)) & 1
     roots = root_index[torch.from_numpy(requests)]
     return TreeMask(
         rows=query_rows[torch.from_numpy(rows)].to(torch.int64),
         valid=torch.from_numpy(valid),
-        ancestors=torch.from_numpy((ancestors == 1) & valid[:, :, None]),
+        words=torch.from_numpy(trees.ancestors[rows]),
         position=roots[:, None] + torch.from_numpy(depth),
         tree_depth=torch.from_numpy(depth),
         prefix_len=roots,
+        tree_len=torch.from_numpy(counts),
         batch=torch.from_numpy(requests),
         covers_all=covers_all and len(requests) == trees.num_requests,
     )

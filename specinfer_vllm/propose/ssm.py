@@ -22,7 +22,7 @@ from vllm.model_executor.model_loader import get_model
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from specinfer_vllm.attention.cpu import TreePass
-from specinfer_vllm.attention.tree_mask import TreeMask
+from specinfer_vllm.attention.tree_mask import WORD_BITS, TreeMask
 from specinfer_vllm.config import ssm_slots
 from specinfer_vllm.engine.vocabulary import draftable_tokens
 from specinfer_vllm.patches.speculative_config import tree_config
@@ -213,10 +213,11 @@ class SsmProposer(Proposer):
             mask = TreeMask(
                 rows=torch.arange(count * nodes).view(count, nodes),
                 valid=torch.ones(count, nodes, dtype=torch.bool),
-                ancestors=ancestors,
-                position=position,
-                tree_depth=self.read_depths(tree, depth, nodes).expand(count, tree),
+                words=pack_bits(ancestors),
+                position=position.contiguous(),
+                tree_depth=(self.read_depths(tree, depth, nodes) - 1).expand(count, tree).contiguous(),
                 prefix_len=root + 1,
+                tree_len=torch.full((count,), tree),
                 batch=torch.arange(count),
                 covers_all=True,
             )
@@ -287,7 +288,8 @@ class SsmProposer(Proposer):
             metadata.update(dict.fromkeys(set(group.layer_names) & set(self.layer_names), built))
         slots = dict.fromkeys(self.layer_names, slot_mapping)
         with set_forward_context(metadata, self.llm_config, num_tokens=len(tokens), slot_mapping=slots):
-            return self.model(input_ids=tokens, positions=positions)
+            # vLLM's CPU kernels read raw pointers: an expanded view would send them out of bounds.
+            return self.model(input_ids=tokens.contiguous(), positions=positions.contiguous())
 
     def trees(self, levels: list[Level], tokens: np.ndarray, chosen: np.ndarray, max_depth: np.ndarray) -> TokenTrees:
         """The drawn levels as TokenTrees; requests that did not draw keep their root only."""
@@ -327,6 +329,13 @@ def extend(ancestors: torch.Tensor, read: list[torch.Tensor], parent: torch.Tens
     place = (parent[:, :, None] == read[-1][:, None, :]).int().argmax(dim=2)
     above = ancestors.gather(1, place[:, :, None].expand(requests, nodes, ancestors.shape[2]))
     return torch.cat([above, itself], dim=2)
+
+
+def pack_bits(visible: torch.Tensor) -> torch.Tensor:
+    """[.., nodes] bool to [.., words] int64, bit j of word j // 64."""
+    padding = -visible.shape[-1] % WORD_BITS
+    bits = torch.nn.functional.pad(visible.to(torch.int64), (0, padding)).unflatten(-1, (-1, WORD_BITS))
+    return (bits << torch.arange(WORD_BITS)).sum(dim=-1)
 
 
 def attention_layers(config: VllmConfig) -> set[str]:
