@@ -120,10 +120,17 @@ def pip(*arguments, check=True):
                 failed = process.wait(timeout=20) != 0
                 break
             except subprocess.TimeoutExpired:
-                say(f"  ... {last_lines(1)[:100]}")
+                say(f"  ... {doing()}")
     if failed and check:
         raise SetupError(f"pip {' '.join(arguments)}\n{last_lines(12)}\n(all of it: {LOG})")
     return not failed
+
+
+def doing():
+    """What pip last said it was about to do."""
+    verbs = ("Collecting", "Downloading", "Building", "Installing")
+    lines = [line for line in last_lines(200).splitlines() if line.startswith(verbs)]
+    return lines[-1][:80] if lines else "working"
 
 
 def last_lines(count):
