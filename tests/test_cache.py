@@ -56,6 +56,7 @@ def test_callers_at_the_same_time_share_one_build(tmp_path: Path):
 
 
 def test_the_cache_folder_follows_the_environment(tmp_path: Path, monkeypatch):
+    monkeypatch.delenv("SPECINFER_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert cache.folder() == tmp_path / "xdg" / "specinfer-vllm"
     monkeypatch.setenv("SPECINFER_CACHE", str(tmp_path / "own"))
