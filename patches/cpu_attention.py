@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The CPU platform returns CPU_ATTN whatever the user asks for (vllm/platforms/cpu.py), but its path can be overridden.
 
-vllm/v1/attention/backends/registry.py documents overriding a built-in backend. It is done in the workers of engines that
-serve a tree and undone at their end, so that a plain engine in the same process gets vLLM's own. vLLM >=0.32,<0.34.
+vllm/v1/attention/backends/registry.py documents overriding a built-in backend. It is done in the workers of engines
+that serve a tree and undone at their end, so that a plain engine in the same process gets vLLM's own.
+vLLM >=0.32,<0.34.
 """
 
 from __future__ import annotations

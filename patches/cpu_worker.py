@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """CPUWorker builds its runner from a module attribute (vllm/v1/worker/cpu_worker.py).
 
-Upstream's GPU worker has `_make_model_runner` for subclasses; the CPU worker names the class inside `init_device`, so the
-name is exchanged for the duration of that call. vLLM >=0.32,<0.34.
+Upstream's GPU worker has `_make_model_runner` for subclasses; the CPU worker names the class inside `init_device`, so
+the name is exchanged for the duration of that call. vLLM >=0.32,<0.34.
 """
 
 from __future__ import annotations

@@ -14,6 +14,29 @@ if TYPE_CHECKING:
 
 
 @dataclass
+class Showcase:
+    """One verified tree to look at: the one with the longest accepted path so far.
+
+    tokens, parent, owners  per row, the root first; owners are the names of the proposers that drew the node
+    accepted                local indices of the accepted path
+    bonus                   the LLM's own token behind it
+    """
+
+    tokens: list[int]
+    parent: list[int]
+    owners: list[list[str]]
+    accepted: list[int]
+    bonus: int
+
+    @classmethod
+    def of(cls, trees: TokenTrees, request: int, path: np.ndarray, root: int, bonus: int, names: list[str]) -> Showcase:
+        """Tree `request` of the batch. path: local indices; root, bonus: token ids in front of and behind it."""
+        one = trees.select([request])
+        owners = [sorted({names[o] for o in one.draw_owner[one.draw_node == row]}) for row in range(one.num_rows)]
+        return cls([root, *one.tokens[1:].tolist()], one.parent.tolist(), owners, path.tolist(), bonus)
+
+
+@dataclass
 class TreeStats:
     """Plain sums since the start of the worker; one LLM pass of one request is a request step.
 
@@ -28,6 +51,7 @@ class TreeStats:
     proposed_by         proposer -> verified nodes that carry a draw of it
     undrafted           reason -> request steps served without drafts because of it
     proposer_failures   proposer -> times it raised
+    showcase            the tree with the longest accepted path so far
     """
 
     steps: int = 0
@@ -41,6 +65,7 @@ class TreeStats:
     proposed_by: Counter[str] = field(default_factory=Counter)
     undrafted: Counter[str] = field(default_factory=Counter)
     proposer_failures: Counter[str] = field(default_factory=Counter)
+    showcase: Showcase | None = None
 
     def observe(self, trees: TokenTrees, accepted_row: np.ndarray, emitted: np.ndarray, owners: list[str]) -> None:
         """Add one step.
@@ -74,4 +99,5 @@ class TreeStats:
         """Plain types, for RPC and JSON."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         plain = {name: dict(value) if isinstance(value, Counter) else value for name, value in values.items()}
+        plain["showcase"] = None if self.showcase is None else vars(self.showcase)
         return {**plain, "tokens_per_step": self.tokens_per_step}

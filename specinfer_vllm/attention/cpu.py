@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's CPU attention backend with a masked path for tree rows; everything else, chains included, takes vLLM's kernel."""
+"""vLLM's CPU attention backend with a masked path for tree rows; all else, chains included, takes vLLM's kernel."""
 
 from __future__ import annotations
 
@@ -86,17 +86,19 @@ class TreeCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
     """vLLM's builder; the runner hangs a TreePass on what it builds."""
 
     def build(self, *args, **kwargs) -> CPUAttentionMetadata:
+        """As upstream, with no tree yet."""
         metadata = super().build(*args, **kwargs)
         metadata.tree = None
         return metadata
 
 
 class TreeCPUAttentionImpl(CPUAttentionBackendImpl):
-    """Tree rows: one masked softmax over prefix and tree, float32 inside, compiled where the packing and dtype allow."""
+    """Tree rows: one masked softmax over prefix and tree, float32 inside, compiled where packing and dtype allow."""
 
     layout: CpuKvLayout | None = None
 
     def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs) -> torch.Tensor:
+        """As upstream for all rows but the tree's."""
         tree: TreePass | None = getattr(attn_metadata, "tree", None)
         if tree is None or not tree.mask.covers_all:
             super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
@@ -119,10 +121,10 @@ class TreeCPUAttentionImpl(CPUAttentionBackendImpl):
             self.torch_forward(query, kv_cache, tree, output)
 
     def probe(self, layer, kv_cache: torch.Tensor) -> CpuKvLayout:
-        """The packing of this layer's cache. NotImplementedError: a kind of attention the masked path does not compute."""
-        for name, present in (("alibi_slopes", self.alibi_slopes is not None), ("sinks", self.sinks is not None)):
-            if present:
-                raise NotImplementedError(f"method 'tree': the LLM's attention uses {name}, which trees do not support yet")
+        """The packing of this layer's cache. NotImplementedError: a kind of attention the masked path does not know."""
+        for name in ("alibi_slopes", "sinks"):
+            if getattr(self, name) is not None:
+                raise NotImplementedError(f"method 'tree': the LLM's attention uses {name}, not supported on trees yet")
         return CpuKvLayout.probe(kv_cache.shape[2], self.head_size, kv_cache.dtype, layer.isa)
 
     def fits_kernel(self, query: torch.Tensor, kv_cache: torch.Tensor) -> bool:
@@ -132,6 +134,7 @@ class TreeCPUAttentionImpl(CPUAttentionBackendImpl):
         return floats and whole and self.layout.is_transposed_key
 
     def kernel_forward(self, query: torch.Tensor, kv_cache: torch.Tensor, tree: TreePass, output: torch.Tensor) -> None:
+        """In cpu_kernel.cpp."""
         problem = tree.problem(self, kv_cache.shape[2])
         problem.query, problem.output, problem.cache = query.data_ptr(), output.data_ptr(), kv_cache.data_ptr()
         problem.query_stride, problem.output_stride = query.stride(0), output.stride(0)
@@ -155,7 +158,8 @@ class TreeCPUAttentionImpl(CPUAttentionBackendImpl):
         bias = tree.bias(num_keys, window)
         # Replaced, not added to: unused slots may hold NaN.
         weights = scores.masked_fill_(bias == float("-inf"), float("-inf")).softmax(dim=-1)
-        weights = weights.view(requests, self.num_kv_heads, group * width, num_blocks, block_size).permute(0, 3, 1, 2, 4)
+        weights = weights.view(requests, self.num_kv_heads, group * width, num_blocks, block_size)
+        weights = weights.permute(0, 3, 1, 2, 4)
         result = torch.matmul(weights, values).sum(dim=1)
         result = result.view(requests, self.num_kv_heads, group, width, self.head_size).permute(0, 3, 1, 2, 4)
         valid = tree.mask.valid.view(-1)
@@ -174,8 +178,10 @@ class TreeCPUAttentionBackend(CPUAttentionBackend):
 
     @staticmethod
     def get_impl_cls() -> type[TreeCPUAttentionImpl]:
+        """The layers' implementation."""
         return TreeCPUAttentionImpl
 
     @staticmethod
     def get_builder_cls() -> type[TreeCPUAttentionMetadataBuilder]:
+        """The builder of a step's metadata."""
         return TreeCPUAttentionMetadataBuilder

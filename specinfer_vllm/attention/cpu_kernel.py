@@ -16,8 +16,6 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-import torch
-
 logger = logging.getLogger("vllm.specinfer")
 
 SOURCE = Path(__file__).with_name("cpu_kernel.cpp")
@@ -106,4 +104,3 @@ def cpu_identity() -> bytes:
         return platform.processor().encode()
     wanted = ("flags", "Features", "model name", "CPU part")
     return "\n".join(sorted({line for line in text.splitlines() if line.startswith(wanted)})).encode()
-

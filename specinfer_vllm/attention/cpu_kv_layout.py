@@ -54,7 +54,7 @@ class CpuKvLayout:
         offsets = torch.full((2 * count,), -1)
         if found.numel() != 2 * count or not torch.equal(found.sort().values, numbers):
             raise ValueError(
-                f"attention: the KV cache packing of {dtype} ({isa}) is no permutation of the stored elements, so accepted "
+                f"kv_cache_dtype: the packing of {dtype} ({isa}) is no permutation of the stored elements, so accepted "
                 "nodes cannot be moved; use kv_cache_dtype='auto'"
             )
         offsets[found] = numbers

@@ -90,5 +90,5 @@ class TreeDrafter:
         return self.ensemble.num_successors
 
     def propose(self, *args, **kwargs) -> None:
-        """vLLM's interface for custom proposers. The tree runner never calls it; a stock runner must not draft with us."""
+        """vLLM's interface for custom proposers; the tree runner never calls it, and a stock runner must not draft."""
         raise RuntimeError("token trees need the specinfer_vllm worker; unset worker_cls or use the tree worker")

@@ -61,6 +61,8 @@ class CpuKvCompaction:
             cache.index_copy_(0, write, cache.index_select(0, read))
 
 
-def physical_slots(block_table: torch.Tensor, request: torch.Tensor, index: torch.Tensor, block_size: int) -> torch.Tensor:
-    """Sequence indices to physical slots. block_table [requests, blocks]; request, index [n] int64 (index may be [k, n])."""
+def physical_slots(
+    block_table: torch.Tensor, request: torch.Tensor, index: torch.Tensor, block_size: int
+) -> torch.Tensor:
+    """Sequence indices to physical slots. block_table [requests, blocks]; request [n], index [n] or [k, n] int64."""
     return block_table[request, index // block_size].to(torch.int64) * block_size + index % block_size

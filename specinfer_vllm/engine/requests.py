@@ -29,8 +29,11 @@ class RequestSlots:
         self.base_seed = seed
 
     def start(self, request_id: str, params: SamplingParams | None, prompt_len: int, refused: str | None) -> int | None:
-        """Give a request its slot; None when it has one. Seeds of unseeded requests come from torch's generator, which
-        every rank seeds alike, in the order in which requests arrive."""
+        """Give a request its slot; None when it has one or none is free.
+
+        Seeds of unseeded requests come from torch's generator, which every rank seeds alike, in the order in which
+        requests arrive.
+        """
         if request_id in self.slot or not self.free:
             return None
         slot = self.slot[request_id] = self.free.pop()

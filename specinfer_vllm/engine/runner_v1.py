@@ -19,11 +19,12 @@ from specinfer_vllm.attention.cpu import TreePass
 from specinfer_vllm.attention.cpu_kv_layout import CpuKvLayout
 from specinfer_vllm.attention.tree_mask import TreeMask
 from specinfer_vllm.engine import sampling
-from specinfer_vllm.engine.drafter import TreeDrafter
 from specinfer_vllm.engine.draft_tokens import TreeDraftTokenIds
+from specinfer_vllm.engine.drafter import TreeDrafter
 from specinfer_vllm.engine.kv_compaction import CpuKvCompaction, moves, physical_slots
 from specinfer_vllm.engine.requests import NO_SLOT
 from specinfer_vllm.engine.step import is_chain
+from specinfer_vllm.metrics import Showcase
 from specinfer_vllm.propose.proposer import DraftBatch, Observation
 from specinfer_vllm.propose.ssm import SsmStep
 from specinfer_vllm.tree.topology import TokenTrees
@@ -82,26 +83,23 @@ class TreeRunnerMixin:
 
     def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: np.ndarray) -> Any:
         prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
-        logits_indices = prepared[0]
+        self.step = self._plan(scheduler_output, prepared[0])
+        return prepared
+
+    def _plan(self, scheduler_output: Any, query_rows: torch.Tensor) -> StepTrees:
+        """The trees this pass verifies, and their positions. query_rows [rows] int64: vLLM's logits_indices."""
         request_ids = self.input_batch.req_ids
         trees = self.drafter.drafted.scheduled(request_ids, scheduler_output.scheduled_spec_decode_tokens)
         rows = TreeRows.of(trees, self.device)
         seq_len = self.optimistic_seq_lens_cpu[: len(request_ids)].to(torch.int64)
         root_index = seq_len - 1 - torch.from_numpy(trees.num_nodes)
-        mask = self._tree_mask(trees, rows, logits_indices, root_index, int(num_scheduled_tokens.sum()))
+        covers_all = trees.num_rows == scheduler_output.total_num_scheduled_tokens
+        wide = np.flatnonzero(~is_chain(trees))
+        mask = build_mask(trees, wide, query_rows, root_index, covers_all) if len(wide) else None
         if mask is not None:
             # vLLM has derived the slots from linear positions; only now may the positions become depths.
-            self.positions[logits_indices] = root_index[rows.request] + rows.depth
-        slots = self.drafter.slots.of(request_ids)
-        self.step = StepTrees(trees, rows, logits_indices, root_index, slots, mask)
-        return prepared
-
-    def _tree_mask(self, trees: TokenTrees, rows: TreeRows, query_rows: Any, root_index: Any, num_rows: int) -> Any:
-        """The mask over the requests whose tree is not a chain, None without any."""
-        wide = np.flatnonzero(~is_chain(trees))
-        if not len(wide):
-            return None
-        return build_mask(trees, wide, query_rows, root_index, covers_all=trees.num_rows == num_rows)
+            self.positions[query_rows] = root_index[rows.request] + rows.depth
+        return StepTrees(trees, rows, query_rows, root_index, self.drafter.slots.of(request_ids), mask)
 
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
         built = super()._build_attention_metadata(*args, **kwargs)
@@ -190,7 +188,7 @@ class TreeRunnerMixin:
         return CpuKvLayout.probe(layer.kv_cache.shape[2], layer.head_size, layer.kv_cache.dtype, layer.isa)
 
     def _logprobs(self, step: StepTrees, logits: torch.Tensor, metadata: Any, stock: Any) -> LogprobsTensors | None:
-        """Logprobs of every emitted token from the row that emitted it, [requests * width] rows as vLLM filters them."""
+        """Logprobs of every emitted token from the row that emitted it, [requests * width] rows for vLLM to filter."""
         if metadata.max_num_logprobs is None:
             return None
         accepted = step.accepted
@@ -203,7 +201,7 @@ class TreeRunnerMixin:
 
     @staticmethod
     def _spread(tensors: LogprobsTensors, width: int) -> LogprobsTensors:
-        """Root logprobs [requests, ..] to the first of `width` rows per request; only undrafted requests asked for any."""
+        """Root logprobs [requests, ..] to `width` rows per request; only undrafted requests asked for any."""
         return LogprobsTensors(*(each.repeat_interleave(width, dim=0) for each in tensors[:3]))
 
     # -- what the step showed, and the next trees ----------------------------------------------------------------------
@@ -246,7 +244,18 @@ class TreeRunnerMixin:
         on_path = np.zeros(step.trees.num_rows, bool)
         accepted = step.accepted.rows[:, 1:].numpy()
         on_path[accepted[accepted >= 0]] = True
-        self.drafter.stats.observe(step.trees, on_path, emitted, self.drafter.owners)
+        stats = self.drafter.stats
+        stats.observe(step.trees, on_path, emitted, self.drafter.owners)
+        longest = int(emitted.argmax())
+        if stats.showcase is None or emitted[longest] - 1 > len(stats.showcase.accepted):
+            stats.showcase = self._showcase(step, longest, int(emitted[longest]))
+
+    def _showcase(self, step: StepTrees, request: int, emitted: int) -> Showcase:
+        """A picture of one request's tree, drawn from what this step knows."""
+        rows, tokens = step.accepted.rows[request], step.accepted.tokens[request]
+        path = (rows[1:emitted] - rows[0]).numpy()
+        root = int(self.input_ids.cpu[step.query_rows[rows[0]]])
+        return Showcase.of(step.trees, request, path, root, int(tokens[emitted - 1]), self.drafter.owners)
 
     def _draft_batch(self, emitted: np.ndarray) -> tuple[np.ndarray, DraftBatch]:
         """The requests that draft, and how long and how large their trees may be."""
@@ -281,6 +290,7 @@ class TreeRunnerMixin:
             ssm.begin(SsmStep(self.input_batch.token_ids_cpu, self.step.slots, first, end, table))
 
     def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
+        """As upstream; the SSMs' layers are in the cache now."""
         super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
         self.compactions = None
         self.ssm_groups = [ssm.bind(self.attn_groups) for ssm in self.drafter.ssms]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's scheduler, told what a tree is: it counts nodes as draft tokens, which is all it needs for slots and roll-back."""
+"""vLLM's scheduler, told what a tree is: it counts nodes as draft tokens, enough for slots and roll-back."""
 
 from __future__ import annotations
 
@@ -51,7 +51,9 @@ class TreeScheduler(Scheduler):
         requests = [
             request
             for request_id in scheduler_output.num_scheduled_tokens
-            if (request := self.requests.get(request_id)) and request.use_structured_output and not request.is_prefill_chunk
+            if (request := self.requests.get(request_id))
+            and request.use_structured_output
+            and not request.is_prefill_chunk
         ]
         if not requests:
             return None

@@ -14,6 +14,7 @@ class TreeCPUWorker(CPUWorker):
     """Named by `worker_cls`, so only engines that serve a tree ever import it."""
 
     def init_device(self) -> None:
+        """As upstream, with our runner and backend in the place of vLLM's."""
         from specinfer_vllm.engine.runner_v1 import TreeCPUModelRunner
 
         cpu_attention.register()
@@ -25,5 +26,6 @@ class TreeCPUWorker(CPUWorker):
         return self.model_runner.drafter.stats.as_dict()
 
     def shutdown(self) -> None:
+        """As upstream; a plain engine in this process gets vLLM's own backend again."""
         super().shutdown()
         cpu_attention.unregister()

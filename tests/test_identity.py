@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Greedy output is plain vLLM's, token for token in fp32, whatever the engine is put through."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+from engines import Answer, answers, differences, engine, greedy, real_chats, shuffled, with_aborts
+from vllm import LLM, SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
+
+from specinfer_vllm.bench import prompts as prompt_sets
+
+pytestmark = pytest.mark.engine
+
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}, "tags": {"type": "array"}},
+    "required": ["name", "age"],
+}
+SMALL_POOL = 26  # blocks of 32 tokens: eight growing requests do not fit, some are preempted
+
+
+@dataclass
+class Run:
+    """Everything one engine answered, by the name of what it was put through, and its counters."""
+
+    answers: dict[str, list[Answer]]
+    stats: dict
+    preemptions: int
+
+
+def chats(limit: int, seed: int) -> list:
+    return shuffled(prompt_sets.load(["humaneval", "mtbench"], limit), seed)
+
+
+def generated_prefix(llm: LLM) -> list[Answer]:
+    """Prompts that repeat a finished request's prompt and half of its output: hits on blocks of generated text."""
+    first = llm.chat([prompt.messages for prompt in chats(2, 1)], greedy(72), use_tqdm=False)
+    again = [
+        {"prompt_token_ids": [*each.prompt_token_ids, *each.outputs[0].token_ids][: len(each.prompt_token_ids) + 64]}
+        for each in first
+    ]
+    return answers(first) + answers(llm.generate(again, greedy(24), use_tqdm=False))
+
+
+def to_the_limit(llm: LLM) -> list[Answer]:
+    """Requests that only max_model_len ends."""
+    params = greedy(10_000, ignore_eos=True)
+    return answers(llm.generate(["One, two, three,", "def f(x):\n" * 60], params, use_tqdm=False))
+
+
+def stopped(llm: LLM) -> list[Answer]:
+    """Stop strings, some in the middle of an accepted path, and stop token ids."""
+    texts = ["Count: 1, 2, 3, 4,", "List three colours:\n", "a b c d e f g a b c d e f g a b c"]
+    by_text = llm.generate(texts, greedy(48, stop=[" 9", "\n\n", "e f"]), use_tqdm=False)
+    by_token = llm.generate(texts, greedy(48, stop_token_ids=[198, 28]), use_tqdm=False)
+    return answers(by_text) + answers(by_token)
+
+
+def json_schema(llm: LLM) -> list[Answer]:
+    params = greedy(56, structured_outputs=StructuredOutputsParams(json=PERSON))
+    choice = greedy(8, structured_outputs=StructuredOutputsParams(choice=["positive", "negative", "neutral"]))
+    texts = ["A person as JSON: ", "Describe Ada Lovelace in JSON: ", "JSON for Bob, 33, with tags: "]
+    return answers(llm.generate([*texts, "The film was great. Sentiment: "], [*[params] * 3, choice], use_tqdm=False))
+
+
+def unhonoured_parameters(llm: LLM) -> list[Answer]:
+    """Parameters that trees do not honour yet, mixed with requests that draft: served without drafts, and right."""
+    params = [
+        greedy(24, repetition_penalty=1.3),
+        greedy(24, presence_penalty=0.7, frequency_penalty=0.3),
+        greedy(24, bad_words=["the", "a"]),
+        greedy(24, min_tokens=20),
+        greedy(24, allowed_token_ids=list(range(1000, 9000))),
+        greedy(24),
+    ]
+    return answers(llm.generate(["The sea was calm and the"] * len(params), params, use_tqdm=False))
+
+
+def prompt_logprobs(llm: LLM) -> list[Answer]:
+    params = SamplingParams(temperature=0, max_tokens=12, logprobs=5, prompt_logprobs=2)
+    return answers(
+        llm.generate(["The quick brown fox jumps over the lazy dog. The quick brown"], params, use_tqdm=False)
+    )
+
+
+EVERYTHING: dict[str, Callable[[LLM], list[Answer]]] = {
+    "110 chats, 8 at once": lambda llm: real_chats(llm, chats(55, 0), tokens=[8, 24, 40, 16]),
+    "generated prefix": generated_prefix,
+    "aborts": lambda llm: with_aborts(llm, chats(5, 2), max_tokens=32),
+    "max_model_len": to_the_limit,
+    "stops": stopped,
+    "json": json_schema,
+    "unhonoured parameters": unhonoured_parameters,
+    "prompt logprobs": prompt_logprobs,
+}
+SHORT = {
+    "chats": lambda llm: real_chats(llm, chats(5, 3), tokens=[8, 20]),
+    "generated prefix": generated_prefix,
+    "json": json_schema,
+}
+
+
+def run(model, workloads: dict, **options) -> Run:
+    with engine(model, num_gpu_blocks_override=SMALL_POOL, **options) as llm:
+        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        preempted, original = [], scheduler._preempt_request
+        scheduler._preempt_request = lambda *args, **kwargs: (preempted.append(1), original(*args, **kwargs))[1]
+        found = {name: workload(llm) for name, workload in workloads.items()}
+        stats = llm.collective_rpc("tree_stats")[0] if "speculative_config" in options else {}
+        return Run(found, stats, len(preempted))
+
+
+@pytest.fixture(scope="module")
+def plain(model_path) -> Run:
+    """Plain vLLM on everything; its answers serve all tests."""
+    return run(model_path, {**EVERYTHING, **{f"short {name}": each for name, each in SHORT.items()}})
+
+
+@pytest.fixture(scope="module")
+def free(model_path) -> Run:
+    """The bare word: draft-free proposers merged."""
+    return run(model_path, EVERYTHING, speculative_config="tree")
+
+
+@pytest.mark.parametrize("workload", EVERYTHING)
+def test_draft_free_trees_change_nothing(plain, free, workload):
+    assert differences(plain.answers[workload], free.answers[workload]) == []
+
+
+def test_the_suite_exercised_what_it_names(plain, free):
+    assert free.preemptions > 0 and plain.preemptions > 0
+    assert free.stats["moved"] > 50
+    assert free.stats["tokens_per_step"] > 1.1
+    assert all(free.stats["accepted_by"][name] > 0 for name in ("ngram", "recycling"))
+    assert {"penalties", "bad_words", "min_tokens", "token_mask"} <= set(free.stats["undrafted"])
+    hits = free.answers["generated prefix"][4:]
+    assert all(answer.cached > 0 for answer in hits)
+
+
+def test_compaction_is_what_keeps_it(plain, model_path, monkeypatch):
+    """Negative control: without moving accepted K/V the same suite must fail."""
+    from specinfer_vllm.engine.runner_v1 import TreeRunnerMixin
+
+    monkeypatch.setattr(TreeRunnerMixin, "_compact", lambda self, step: None)
+    broken = run(model_path, SHORT, speculative_config="tree")
+    assert any(differences(plain.answers[f"short {name}"], broken.answers[name]) for name in SHORT)
+
+
+def check_ssms(plain: Run, model, options: dict, owners: list[str]) -> Run:
+    found = run(model, SHORT, speculative_config={"method": "tree", **options})
+    for name in SHORT:
+        assert differences(plain.answers[f"short {name}"], found.answers[name]) == []
+    assert all(found.stats["proposed_by"][owner] > 0 for owner in owners)
+    assert set(found.stats["accepted_by"]) <= set(owners)
+    return found
+
+
+def test_one_ssm(plain, model_path, ssm_path):
+    check_ssms(plain, model_path, {"ssms": [str(ssm_path)], "expansion": [1, 2, 1]}, ["ssm0"])
+
+
+def test_two_ssms_merged(plain, model_path, ssm_path, second_ssm_path):
+    options = {"ssms": [str(ssm_path), {"model": str(second_ssm_path), "expansion": [3, 1]}], "expansion": [2, 1, 1]}
+    check_ssms(plain, model_path, options, ["ssm0", "ssm1"])
+
+
+def test_an_ssm_with_draft_free_proposers(plain, model_path, ssm_path):
+    options = {
+        "ssms": [{"model": str(ssm_path), "width": 2}],
+        "proposers": ["ngram", "recycling"],
+        "depth": 4,
+        "num_nodes": 12,
+    }
+    check_ssms(plain, model_path, options, ["ssm0", "ngram", "recycling"])
+
+
+def test_an_ssm_that_is_the_llm_is_always_right(plain, model_path):
+    """Its K/V must be valid after acceptance, chunked prefill, prefix hits and preemption, or it would be refused."""
+    found = check_ssms(plain, model_path, {"ssms": [str(model_path)], "expansion": [1, 1, 2]}, ["ssm0"])
+    assert found.stats["accepted"] >= 0.97 * 3 * found.stats["nodes"] / 4
