@@ -33,7 +33,9 @@ class Run:
 
 
 def chats(limit: int, seed: int) -> list:
-    return shuffled(prompt_sets.load(["humaneval", "mtbench"], limit), seed)
+    """`limit` prompts of each set, of those that leave room for an answer, in random order."""
+    short = [[each for each in prompt_sets.load([name]) if len(each.text) <= 800] for name in ("humaneval", "mtbench")]
+    return shuffled([prompt for prompts in short for prompt in prompts[:limit]], seed)
 
 
 def generated_prefix(llm: LLM) -> list[Answer]:
@@ -182,3 +184,21 @@ def test_an_ssm_that_is_the_llm_is_always_right(plain, model_path):
     """Its K/V must be valid after acceptance, chunked prefill, prefix hits and preemption, or it would be refused."""
     found = check_ssms(plain, model_path, {"ssms": [str(model_path)], "expansion": [1, 1, 2]}, ["ssm0"])
     assert found.stats["accepted"] >= 0.97 * 3 * found.stats["nodes"] / 4
+
+
+def test_an_ssm_that_raises_costs_its_drafts_only(plain, model_path, ssm_path, monkeypatch, caplog):
+    """Every fifth pass fails: requests go on, the error is logged once and counted, later requests draft again."""
+    from specinfer_vllm.propose.ssm import SsmProposer
+
+    passes, original = [], SsmProposer.run
+
+    def fails_at_times(self, *args, **kwargs):
+        passes.append(1)
+        if len(passes) % 5 == 0:
+            raise RuntimeError("out of luck")
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(SsmProposer, "run", fails_at_times)
+    found = check_ssms(plain, model_path, {"ssms": [str(ssm_path)], "expansion": [2, 1]}, ["ssm0"])
+    assert found.stats["proposer_failures"]["ssm0"] > 1
+    assert sum("out of luck" in str(record.exc_info) for record in caplog.records) <= 1

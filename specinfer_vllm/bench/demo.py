@@ -27,7 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
     params = SamplingParams(temperature=0, max_tokens=options.tokens, logprobs=2)
     print(f"{len(chats)} prompts (HumanEval, MT-bench), {options.tokens} tokens each, {options.batch} at a time")
     messages = [chat.messages for chat in chats]
-    timings = engines.alternate(running, messages, params, options.repeats)
+    timings = engines.alternate(running, messages, params, options.repeats, options.batch)
     stats = running["tree"].collective_rpc("tree_stats")[0]
     return report(running["tree"], timings, stats, options.picture)
 

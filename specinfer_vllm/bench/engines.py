@@ -55,10 +55,12 @@ class Timing:
         return f"{min(self.rates):.1f}-{max(self.rates):.1f}"
 
 
-def timed(llm: Any, chats: Sequence[list], params: Any, timing: Timing) -> None:
-    """One run over the chats, all in flight at once (max_num_seqs limits them)."""
+def timed(llm: Any, chats: Sequence[list], params: Any, batch: int, timing: Timing) -> None:
+    """One run over the chats, `batch` of them at a time."""
     begin = time.perf_counter()
-    outputs = llm.chat(list(chats), params, use_tqdm=False)
+    outputs = []
+    for start in range(0, len(chats), batch):
+        outputs += llm.chat(list(chats[start : start + batch]), params, use_tqdm=False)
     seconds = time.perf_counter() - begin
     timing.rates.append(sum(len(each.outputs[0].token_ids) for each in outputs) / seconds)
     timing.texts = [each.outputs[0].text for each in outputs]
@@ -66,18 +68,17 @@ def timed(llm: Any, chats: Sequence[list], params: Any, timing: Timing) -> None:
 
 
 def alternate(
-    engines: Mapping[str, Any], chats: Sequence[list], params: Any, repeats: int, say=print
+    engines: Mapping[str, Any], chats: Sequence[list], params: Any, repeats: int, batch: int, say=print
 ) -> dict[str, Timing]:
     """`repeats` runs of every engine, in turns, so that the machine's moods hit all alike; one warm-up run first."""
     timings = {name: Timing() for name in engines}
-    for name, llm in engines.items():
-        timed(llm, chats, params, Timing())
-        say(f"  {name}: warm")
+    for llm in engines.values():
+        timed(llm, chats, params, batch, Timing())
     for run in range(repeats):
         names = list(engines)
         for name in names if run % 2 == 0 else names[::-1]:
-            timed(engines[name], chats, params, timings[name])
-            say(f"  run {run + 1}/{repeats} {name}: {timings[name].rates[-1]:.1f} tokens/s")
+            timed(engines[name], chats, params, batch, timings[name])
+            say(f"  run {run + 1}/{repeats} {name}: {timings[name].rates[-1]:.1f} tokens/s", flush=True)
     return timings
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from vllm.config import VllmConfig
+from vllm.sampling_params import SamplingParams
 
 from specinfer_vllm.config import TreeOptions
 from specinfer_vllm.engine.requests import RequestSlots
@@ -23,7 +24,7 @@ from specinfer_vllm.propose.recycling import RecyclingProposer
 def free_proposer(name: str, options: TreeOptions, vocab_size: int, num_slots: int) -> Proposer:
     """The draft-free proposer of that name."""
     if name == "ngram":
-        return NgramProposer()
+        return NgramProposer(vocab_size)
     return RecyclingProposer(vocab_size=vocab_size, num_slots=num_slots, shared=options.share_recycling)
 
 
@@ -66,6 +67,12 @@ class TreeDrafter:
         """Load the SSMs; called by the runner once the LLM is loaded, so that memory profiling sees both."""
         for ssm in self.ssms:
             ssm.load()
+
+    def start(self, request_id: str, params: SamplingParams | None, prompt_len: int, refused: str | None) -> None:
+        """A request entered the batch; see RequestSlots.start."""
+        slot = self.slots.start(request_id, params, prompt_len, refused)
+        if slot is not None:
+            self.ensemble.start(slot)
 
     def finish(self, request_ids: Sequence[str]) -> None:
         """Requests ended or were preempted: forget everything about them."""

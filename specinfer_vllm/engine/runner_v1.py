@@ -72,7 +72,7 @@ class TreeRunnerMixin:
         request = self.requests[request_id]
         params = request.sampling_params
         refused = "pooling" if params is None else self._refusal(params)
-        self.drafter.slots.start(request_id, params, request.num_prompt_tokens, refused)
+        self.drafter.start(request_id, params, request.num_prompt_tokens, refused)
 
     def _refusal(self, params: Any) -> str | None:
         if sampling.has_custom_processors(self.input_batch.sampling_metadata):

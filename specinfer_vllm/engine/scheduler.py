@@ -9,7 +9,6 @@ from typing import Any
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds
-from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from specinfer_vllm.engine.grammar import fill_tree
 from specinfer_vllm.patches.speculative_config import tree_config
@@ -36,6 +35,10 @@ class TreeScheduler(Scheduler):
                 continue
             undraftable = request.is_prefill_chunk or self._reasons_before_grammar(request)
             request.spec_token_ids = [] if undraftable else tokens
+        for request in self.running:
+            # Skipped this step: its drafts are older than the worker's trees and must not come back (vllm#49620).
+            if request.request_id not in self.parents:
+                request.spec_token_ids = []
 
     def _reasons_before_grammar(self, request: Any) -> bool:
         """Whether a grammar is still held back by reasoning, whose end vLLM looks for along a chain only."""
@@ -87,9 +90,3 @@ class TreeScheduler(Scheduler):
             rows = self.scheduler_config.max_num_seqs * (1 + self.num_spec_tokens)
             manager._grammar_bitmask = manager.backend.allocate_token_bitmask(rows)
         return manager._grammar_bitmask
-
-    def make_spec_decoding_stats(
-        self, spec_decoding_stats: SpecDecodingStats | None, num_draft_tokens: int, *args: Any, **kwargs: Any
-    ) -> SpecDecodingStats | None:
-        """vLLM's own counters; its positions are depths, its draft tokens are nodes."""
-        return super().make_spec_decoding_stats(spec_decoding_stats, num_draft_tokens, *args, **kwargs)
