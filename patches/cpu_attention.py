@@ -11,8 +11,17 @@ from __future__ import annotations
 from specinfer_vllm.patches.patch import Hook
 
 BACKEND = "specinfer_vllm.attention.cpu.TreeCPUAttentionBackend"
-REGISTRY = Hook("vllm.v1.attention.backends.registry", "register_backend", ("backend",))
-CACHED = Hook("vllm.v1.attention.selector", "_cached_get_attn_backend")
+REGISTRY = Hook(
+    "vllm.v1.attention.backends.registry",
+    "register_backend",
+    ("backend",),
+    "tree attention takes the place of CPU_ATTN, the only backend that the CPU platform gives out",
+)
+CACHED = Hook(
+    "vllm.v1.attention.selector",
+    "_cached_get_attn_backend.cache_clear",
+    reason="the selector remembers the backend it chose; it must choose again",
+)
 
 
 def register() -> None:
@@ -34,4 +43,6 @@ def unregister() -> None:
 
 def forget_choice() -> None:
     """The selector caches its choice; layers built next must choose again."""
-    CACHED.resolve().cache_clear()
+    from vllm.v1.attention.selector import _cached_get_attn_backend
+
+    _cached_get_attn_backend.cache_clear()

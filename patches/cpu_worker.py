@@ -12,15 +12,21 @@ from contextlib import contextmanager
 
 from specinfer_vllm.patches.patch import Hook
 
-RUNNER = Hook("vllm.v1.worker.cpu_worker", "CPUModelRunner")
+RUNNER = Hook("vllm.v1.worker.cpu_worker", "CPUModelRunner", reason="the CPU worker builds its runner by this name")
 
 
 @contextmanager
 def runner_class(replacement: type) -> Iterator[None]:
-    """Let CPUWorker.init_device build `replacement`. Raises HookMissing when the name is gone."""
-    original = RUNNER.resolve()
+    """Let CPUWorker.init_device build `replacement`.
+
+    Raises HookMissing when the name, or a method that `replacement` overrides, is not as we know it.
+    """
+    from specinfer_vllm.patches import hooks
+
+    hooks.check(hooks.RUNNER)
     import vllm.v1.worker.cpu_worker as module
 
+    original = module.CPUModelRunner
     module.CPUModelRunner = replacement
     try:
         yield

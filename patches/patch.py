@@ -9,32 +9,43 @@ import inspect
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-# Releases whose hooks were read and tested; anything else makes the plug-in stand aside.
+# Releases whose hooks were read; anything else makes the plug-in stand aside.
 SUPPORTED_VERSIONS = ">=0.32,<0.34"
+# Left on a replaced function, so that a second copy of this package does not wrap it again.
+MARK = "__specinfer_patch__"
 
 
 class HookMissing(RuntimeError):
-    """A target of a patch is not there, or has another signature than the one the patch was written for."""
+    """A target is not there."""
+
+
+class HookChanged(HookMissing):
+    """A target is there, but not as it was when what relies on it was written."""
 
 
 @dataclass(frozen=True)
 class Hook:
-    """A place of vLLM that we rely on: a dotted name and, for a callable, its first parameters.
+    """A place of vLLM that we rely on.
 
     module       dotted module path
     name         attribute path inside the module
-    parameters   leading parameter names the callable must have; empty = any
+    parameters   what its parameters must begin with, the others being optional; a last "*" = whatever follows is
+                 passed on unread; empty = any
+    reason       why we are there
+    versions     releases of vLLM it was read in
     """
 
     module: str
     name: str
     parameters: tuple[str, ...] = ()
+    reason: str = ""
+    versions: str = SUPPORTED_VERSIONS
 
     def __str__(self) -> str:
         return f"{self.module}.{self.name}"
 
     def resolve(self) -> Any:
-        """The object behind the name, staticmethods unwrapped. Raises HookMissing."""
+        """The object behind the name, static and class methods unwrapped. Raises HookMissing."""
         try:
             found = importlib.import_module(self.module)
             for part in self.name.split("."):
@@ -44,61 +55,105 @@ class Hook:
         return found.__func__ if isinstance(found, (staticmethod, classmethod)) else found
 
     def check(self) -> None:
-        """Raise HookMissing unless the target is there with the parameters we were written for."""
+        """Raise HookMissing, or HookChanged when it is not as we know it."""
         target = self.resolve()
+        if self.versions != SUPPORTED_VERSIONS and not is_version_in(vllm_version(), self.versions):
+            raise HookChanged(f"{self}: read in vLLM {self.versions} only, and this is {vllm_version()}")
         if not self.parameters:
             return
-        found = tuple(inspect.signature(target).parameters)
-        if found[: len(self.parameters)] != self.parameters:
-            raise HookMissing(f"{self}: parameters are {found}, expected to start with {self.parameters}")
+        if not callable(target):
+            raise HookChanged(f"{self}: a {type(target).__name__}, expected a function of {self.parameters}")
+        found = inspect.signature(target).parameters
+        wanted = tuple(name for name in self.parameters if name != "*")
+        rest = () if wanted != self.parameters else tuple(found.values())[len(wanted) :]
+        if tuple(found)[: len(wanted)] != wanted or any(map(is_required, rest)):
+            raise HookChanged(f"{self}: parameters are ({', '.join(found)}), expected ({', '.join(self.parameters)})")
+
+
+def is_required(parameter: inspect.Parameter) -> bool:
+    """Whether a call must give this parameter."""
+    return parameter.default is parameter.empty and parameter.kind not in (
+        parameter.VAR_POSITIONAL,
+        parameter.VAR_KEYWORD,
+    )
+
+
+def vllm_version() -> str:
+    """The version of the vLLM in this process."""
+    import vllm
+
+    return vllm.__version__
+
+
+def is_version_in(version: str, specifiers: str) -> bool:
+    """Whether a version of vLLM, local labels aside, is among the releases; one that cannot be parsed is not."""
+    from packaging.specifiers import SpecifierSet
+    from packaging.version import InvalidVersion
+
+    try:
+        return SpecifierSet(specifiers).contains(version.split("+")[0], prereleases=True)
+    except InvalidVersion:
+        return False
 
 
 class Patch:
     """Replaces one function or method of vLLM; `replacement` gets the original as its first argument.
 
-    Subclasses state `target`, `reason` and, if narrower than the plug-in's, `versions`; they override `replacement`.
-    A patch is applied once per process: a second `apply` is refused, `revert` puts the original back.
+    Subclasses state `target`, with its reason and versions, and override `replacement`. A patch is applied once per
+    process: a second `apply` is refused, `revert` puts the original back.
     """
 
     target: ClassVar[Hook]
-    reason: ClassVar[str]
-    versions: ClassVar[str] = SUPPORTED_VERSIONS
     original: ClassVar[Any] = None
+    installed: ClassVar[Any] = None
 
     @staticmethod
     def replacement(original: Any, *args: Any, **kwargs: Any) -> Any:
+        """What runs instead of the original."""
         raise NotImplementedError
 
     @classmethod
     def is_applied(cls) -> bool:
         """Whether the target is replaced by this patch in this process."""
-        return cls.original is not None
+        return cls.installed is not None
 
     @classmethod
     def apply(cls) -> None:
-        """Check the target and replace it. Raises HookMissing, or RuntimeError when it is applied already."""
-        if cls.is_applied():
-            raise RuntimeError(f"{cls.__name__} is applied already")
+        """Check the target and replace it.
+
+        Raises HookMissing before anything is changed, or RuntimeError when it is applied already, be it by another
+        copy of this package.
+        """
         cls.target.check()
+        original = cls.target.resolve()
+        if cls.is_applied() or hasattr(original, MARK):
+            raise RuntimeError(f"{cls.__name__} is applied to {cls.target} already, by {getattr(original, MARK, 'it')}")
         owner, name = cls.owner()
         kept = inspect.getattr_static(owner, name)
-        original = cls.target.resolve()
         replacement = cls.replacement
 
         @functools.wraps(original)
         def patched(*args: Any, **kwargs: Any) -> Any:
             return replacement(original, *args, **kwargs)
 
-        setattr(owner, name, staticmethod(patched) if isinstance(kept, staticmethod) else patched)
+        setattr(patched, MARK, f"{cls.__module__}.{cls.__qualname__}")
         cls.original = kept
+        cls.installed = type(kept)(patched) if isinstance(kept, (staticmethod, classmethod)) else patched
+        setattr(owner, name, cls.installed)
 
     @classmethod
     def revert(cls) -> None:
-        """Put the original back; nothing happens when the patch is not applied."""
-        if cls.is_applied():
-            owner, name = cls.owner()
-            setattr(owner, name, cls.original)
-            cls.original = None
+        """Put the original back; nothing happens when the patch is not applied.
+
+        Raises RuntimeError when someone has replaced the target since: putting the original back would drop theirs.
+        """
+        if not cls.is_applied():
+            return
+        owner, name = cls.owner()
+        if inspect.getattr_static(owner, name) is not cls.installed:
+            raise RuntimeError(f"{cls.target} was replaced by someone else after {cls.__name__}; undo that first")
+        setattr(owner, name, cls.original)
+        cls.original = cls.installed = None
 
     @classmethod
     def owner(cls) -> tuple[Any, str]:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any
 
 METHOD = "tree"
@@ -17,9 +19,25 @@ PROPOSERS = ("ngram", "recycling")
 VERIFIERS = ("auto", "greedy", "naive")
 MERGES = ("union", "first")
 MAX_NODES = 1024
+MAX_BATCH_NODES = 1 << 20
 MAX_DEPTH = 64
 MAX_WIDTH = 64
 MAX_SSMS = 8
+DEFAULT_NODES = 8
+DEFAULT_DEPTH = 8
+WHERE = "speculative_config"
+# What users of vLLM's other methods would write: the option of a tree that means the same.
+RENAMED = {
+    "draft_model": "ssms",
+    "draft_models": "ssms",
+    "max_depth": "depth",
+    "max_nodes": "num_nodes",
+    "model": "ssms",
+    "num_speculative_tokens": "num_nodes",
+    "proposer": "proposers",
+    "rejection_sample_method": "verifier",
+    "ssm": "ssms",
+}
 
 
 class TreeOptionError(ValueError):
@@ -38,7 +56,7 @@ def option(default: Any, help: str, unit: str = "", low: int | None = None, high
 class SsmOptions:
     """One small speculative model."""
 
-    model: str = option("", "folder or hub id of a decoder model with the LLM's tokenizer")
+    model: str = option("", "folder or hub id of a decoder model with the LLM's tokenizer; must be given")
     revision: str | None = option(None, "branch, tag or commit of a hub model")
     expansion: tuple[int, ...] | None = option(None, "children per node on each level; the tree's own when not given")
     width: int = option(4, "nodes kept per level when no expansion is given (EAGLE-2)", "nodes", 1, MAX_WIDTH)
@@ -55,10 +73,19 @@ class TreeOptions:
     expansion: tuple[int, ...] | None = option(
         None, "<k1..km>: children per node on each level of an SSM's tree, e.g. [1,1,3,1,1,1,1,1]"
     )
-    num_nodes: int | None = option(None, "most nodes of one request's tree; 8 without SSMs", "nodes", 1, MAX_NODES)
-    depth: int | None = option(None, "longest path below the root; the expansion's length or 8", "nodes", 1, MAX_DEPTH)
+    num_nodes: int | None = option(
+        None, f"most nodes of one request's tree; all of the expansions' or {DEFAULT_NODES}", "nodes", 1, MAX_NODES
+    )
+    depth: int | None = option(
+        None, f"longest path below the root; the expansions' length or {DEFAULT_DEPTH}", "nodes", 1, MAX_DEPTH
+    )
     batch_nodes: int = option(
-        16, "most nodes of all trees in one step; every request keeps its place, the likeliest nodes win", "nodes", 1
+        16,
+        "most nodes of all trees in one step; every request keeps its place, the likeliest nodes win. "
+        "One request's tree fits in unless this is given",
+        "nodes",
+        1,
+        MAX_BATCH_NODES,
     )
     min_score: float = option(0.2, "nodes whose estimated chance of acceptance is lower are not verified", "", 0, 1)
     merge: str = option("union", "union of all proposers' trees, or the first that has one", choices=MERGES)
@@ -69,42 +96,76 @@ class TreeOptions:
     seed: int = option(0, "seed of the draws and coins of requests that bring no seed", "", 0, 2**63 - 1)
 
     @classmethod
-    def from_value(cls, value: str | Mapping[str, Any]) -> TreeOptions:
-        """Read the bare word, JSON text or a dict. Raises TreeOptionError naming the option and the fix."""
-        given = dict(read_value(value))
+    def from_value(cls, value: str | Mapping[str, Any] | TreeOptions) -> TreeOptions:
+        """Read any form that `read_value` takes. Raises TreeOptionError naming the option and the fix."""
+        given = read_value(value)
         method = given.pop("method", METHOD)
-        if method != METHOD:
-            raise TreeOptionError(f"speculative_config.method: {method!r} is not 'tree'; leave it to vLLM or use 'tree'")
-        given = {str(name).replace("-", "_"): each for name, each in given.items()}
-        given = {name: each for name, each in given.items() if name not in VLLM_FILLED}
-        reject_unknown(cls, given, "speculative_config")
+        if not is_tree(method):
+            raise TreeOptionError(f"{WHERE}.method: {method!r} is not {METHOD!r}; leave it to vLLM or use {METHOD!r}")
+        reject_unknown(cls, given, WHERE)
         if "ssms" in given:
-            given["ssms"] = tuple(read_ssm(each, f"speculative_config.ssms[{i}]") for i, each in list_of(given, "ssms"))
+            given["ssms"] = tuple(read_ssm(each, f"{WHERE}.ssms[{i}]") for i, each in enumerate(entries(given, "ssms")))
+        if isinstance(given.get("proposers"), str):
+            given["proposers"] = [each.strip() for each in given["proposers"].split(",")]
         if given.get("proposers") is not None:
-            given["proposers"] = tuple(each for _, each in list_of(given, "proposers"))
+            given["proposers"] = tuple(entries(given, "proposers"))
         if given.get("expansion") is not None:
-            given["expansion"] = read_expansion(given["expansion"], "speculative_config.expansion")
+            given["expansion"] = read_expansion(given["expansion"], f"{WHERE}.expansion")
         options = cls(**given)
         options.check()
+        if "batch_nodes" not in given:
+            return replace(options, batch_nodes=max(options.batch_nodes, options.wanted_nodes))
+        options._check_budget()
         return options
 
     def check(self) -> None:
-        """Raise TreeOptionError for the first option that is out of range or contradicts another."""
-        check_fields(self, "speculative_config")
+        """Raise TreeOptionError for the first option that is out of range, contradicts another or would be ignored."""
+        check_fields(self, WHERE)
         for i, ssm in enumerate(self.ssms):
-            check_fields(ssm, f"speculative_config.ssms[{i}]")
+            check_fields(ssm, f"{WHERE}.ssms[{i}]")
+        self._check_proposers()
+        self._check_shape()
+
+    def _check_proposers(self) -> None:
         if len(self.ssms) > MAX_SSMS:
-            raise TreeOptionError(f"speculative_config.ssms: {len(self.ssms)} SSMs, at most {MAX_SSMS} are supported")
+            raise TreeOptionError(f"{WHERE}.ssms: {len(self.ssms)} SSMs; give at most {MAX_SSMS}")
         if len(set(self.free_proposers)) != len(self.free_proposers):
-            raise TreeOptionError(f"speculative_config.proposers: {list(self.free_proposers)} names a proposer twice")
+            raise TreeOptionError(
+                f"{WHERE}.proposers: {list(self.free_proposers)} names a proposer twice; give each of them once"
+            )
         if not self.ssms and not self.free_proposers:
             raise TreeOptionError(
-                f"speculative_config: nothing proposes tokens; give ssms=[...] or proposers={list(PROPOSERS)}"
+                f"{WHERE}.proposers: nothing proposes tokens; give ssms=[...] or proposers={list(PROPOSERS)}"
             )
-        if self.expansion is not None and self.depth is not None and self.depth < len(self.expansion):
+        if self.share_recycling and "recycling" not in self.free_proposers:
             raise TreeOptionError(
-                f"speculative_config.depth: {self.depth} is less than the expansion's {len(self.expansion)} levels; "
-                "shorten the expansion or leave depth out"
+                f"{WHERE}.share_recycling: 'recycling' is not among the proposers; add it to {WHERE}.proposers "
+                "or leave share_recycling out"
+            )
+
+    def _check_shape(self) -> None:
+        if self.expansion is not None and not self.ssms:
+            raise TreeOptionError(
+                f"{WHERE}.expansion: it shapes the trees of SSMs and there is none; give ssms=[...], or num_nodes and "
+                "depth for draft-free proposers"
+            )
+        for i, expansion in enumerate(self.expansions):
+            if expansion is not None and self.depth is not None and self.depth < len(expansion):
+                raise TreeOptionError(
+                    f"{WHERE}.depth: {self.depth} is less than the {len(expansion)} levels of ssms[{i}]'s expansion; "
+                    "shorten the expansion or leave depth out"
+                )
+            if expansion is not None and self.ssms[i].width != SsmOptions.width:
+                raise TreeOptionError(
+                    f"{WHERE}.ssms[{i}].width: an expansion is given, which says how wide each level is; "
+                    "leave width or the expansion out"
+                )
+
+    def _check_budget(self) -> None:
+        if self.num_nodes is not None and self.num_nodes > self.batch_nodes:
+            raise TreeOptionError(
+                f"{WHERE}.num_nodes: {self.num_nodes} is more than all trees of a step may have, "
+                f"batch_nodes={self.batch_nodes}; raise batch_nodes or lower num_nodes"
             )
 
     @property
@@ -119,15 +180,20 @@ class TreeOptions:
         """Longest path below the root."""
         if self.depth is not None:
             return self.depth
-        return max((len(each) for each in self.expansions if each is not None), default=8)
+        return max((len(each) for each in self.expansions if each is not None), default=DEFAULT_DEPTH)
 
     @property
     def max_nodes(self) -> int:
         """Most nodes of one request's tree, never more than a whole step may hold."""
+        return min(self.wanted_nodes, self.batch_nodes)
+
+    @property
+    def wanted_nodes(self) -> int:
+        """Most nodes of one request's tree when it is alone."""
         if self.num_nodes is not None:
-            return min(self.num_nodes, self.batch_nodes) if self.expansion is None else self.num_nodes
+            return self.num_nodes
         drawn = sum(expansion_nodes(each) for each in self.expansions if each is not None)
-        return min(drawn, MAX_NODES) if drawn else min(8, self.batch_nodes)
+        return min(drawn, MAX_NODES) or DEFAULT_NODES
 
     @property
     def expansions(self) -> tuple[tuple[int, ...] | None, ...]:
@@ -136,7 +202,10 @@ class TreeOptions:
 
     @property
     def max_ssm_slots(self) -> int:
-        """Most nodes that one SSM reads back for a request, each in a KV slot; SSMs share slots, having layers of their own."""
+        """Most nodes that one SSM reads back for a request, each in a KV slot.
+
+        SSMs share slots, having layers of their own.
+        """
         return max((ssm_slots(self, index) for index in range(len(self.ssms))), default=0)
 
     def as_dict(self) -> dict[str, Any]:
@@ -146,27 +215,74 @@ class TreeOptions:
         return json.loads(json.dumps(plain))
 
 
-# Keys that vLLM itself adds to the dict before it reaches us.
-VLLM_FILLED = frozenset({"target_model_config", "target_parallel_config"})
+def is_tree(method: Any) -> bool:
+    """Whether this method is ours."""
+    return isinstance(method, str) and method.strip().lower() == METHOD
 
 
-def read_value(value: str | Mapping[str, Any]) -> Mapping[str, Any]:
-    """The dict behind `tree`, '{"method": "tree", ...}' or a dict. Raises TreeOptionError when it is none of them."""
-    if isinstance(value, Mapping):
-        return value
-    if not isinstance(value, str):
-        raise TreeOptionError(f"speculative_config: {type(value).__name__} given; use 'tree', JSON text or a dict")
-    text = value.strip()
-    if not text.startswith("{"):
+def resembles_tree(word: Any) -> bool:
+    """Whether the word is a slip of the pen for `tree`: nobody's method, and near ours."""
+    if not isinstance(word, str) or is_tree(word):
+        return False
+    return bool(difflib.get_close_matches(word.strip().lower(), [METHOD], cutoff=0.75))
+
+
+def read_value(value: str | Mapping[str, Any] | TreeOptions) -> dict[str, Any]:
+    """A new dict, names with underscores, of what the user wrote.
+
+    value  `tree`; JSON text of an object; the path of a JSON file (ends in .json); a dict; TreeOptions
+    Raises TreeOptionError when it is none of them, or names an option twice.
+    """
+    if isinstance(value, TreeOptions):
+        return value.as_dict()
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    if isinstance(value, str):
+        value = read_text(value)
+    if not isinstance(value, Mapping):
+        raise TreeOptionError(f"{WHERE}: {value!r} given; use {METHOD!r}, JSON text, a path to a .json file, or a dict")
+    return with_underscores(value, WHERE)
+
+
+def read_text(text: str) -> Any:
+    """What the text stands for: JSON, the JSON in a file, or the bare method. Raises TreeOptionError."""
+    text = text.strip()
+    source = "JSON"
+    if text.endswith(".json"):
+        source, text = text, read_file(text)
+    elif not text.startswith("{"):
         return {"method": text}
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise TreeOptionError(f"speculative_config: not valid JSON ({error}); quote it for the shell") from error
+        raise TreeOptionError(
+            f"{WHERE}: {source} is not valid ({error}); in a shell, put it in single quotes"
+        ) from error
+
+
+def read_file(path: str) -> str:
+    """The text of the file. Raises TreeOptionError."""
+    try:
+        return Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TreeOptionError(f"{WHERE}: {path!r} cannot be read ({error}); give the path of a JSON file") from error
+
+
+def with_underscores(given: Mapping[Any, Any], name: str) -> dict[str, Any]:
+    """The same options with underscores in their names. Raises TreeOptionError when that makes two of them one."""
+    renamed: dict[str, Any] = {}
+    for key, value in given.items():
+        plain = str(key).replace("-", "_")
+        if plain in renamed:
+            raise TreeOptionError(f"{name}.{plain}: given twice, with a dash and with an underscore; give it once")
+        renamed[plain] = value
+    return renamed
 
 
 def read_expansion(value: Any, name: str) -> tuple[int, ...]:
     """[1,1,3], '<1,1,3>' or '1,1,3' to (1, 1, 3). Raises TreeOptionError."""
+    if isinstance(value, int):
+        value = [value]  # a shell turns the single level 3 into a number
     parts = value.strip("<>[] ").split(",") if isinstance(value, str) else value
     if not isinstance(parts, Sequence) or not parts:
         raise TreeOptionError(f"{name}: {value!r} is no list of widths; write it like [1,1,3,1]")
@@ -203,26 +319,34 @@ def ssm_slots(options: TreeOptions, index: int) -> int:
 
 
 def read_ssm(value: Any, name: str) -> SsmOptions:
-    """A path or a dict of SsmOptions. Raises TreeOptionError."""
-    given = {"model": value} if isinstance(value, str) else value
-    if not isinstance(given, Mapping):
-        raise TreeOptionError(f"{name}: {value!r} is neither a path nor a dict of options")
-    given = {str(key).replace("-", "_"): each for key, each in given.items()}
+    """A path, a dict of SsmOptions, or SsmOptions. Raises TreeOptionError."""
+    if isinstance(value, SsmOptions):
+        return value
+    if isinstance(value, (str, os.PathLike)):
+        value = {"model": value}
+    if not isinstance(value, Mapping):
+        raise TreeOptionError(f"{name}: {value!r} is neither a path nor a dict of options; give one of them")
+    given = with_underscores(value, name)
     reject_unknown(SsmOptions, given, name)
     if given.get("expansion") is not None:
         given["expansion"] = read_expansion(given["expansion"], f"{name}.expansion")
+    if isinstance(given.get("model"), os.PathLike):
+        given["model"] = os.fspath(given["model"])
     if not given.get("model"):
         raise TreeOptionError(f"{name}.model: missing; give the folder or hub id of the SSM")
+    if isinstance(given["model"], str) and given["model"].startswith("~"):
+        given["model"] = os.path.expanduser(given["model"])
     return SsmOptions(**given)
 
 
-def list_of(given: Mapping[str, Any], name: str) -> list[tuple[int, Any]]:
-    """The numbered entries of a list option; a lone string is a list of one. Raises TreeOptionError."""
+def entries(given: Mapping[str, Any], name: str) -> Sequence[Any]:
+    """The entries of a list option; a single one need not stand in a list. Raises TreeOptionError."""
     value = given[name]
-    entries = [value] if isinstance(value, (str, Mapping)) else value
-    if not isinstance(entries, Sequence):
-        raise TreeOptionError(f"speculative_config.{name}: {value!r} is no list")
-    return list(enumerate(entries))
+    if isinstance(value, (str, os.PathLike, Mapping, SsmOptions)):
+        return [value]
+    if not isinstance(value, Sequence):
+        raise TreeOptionError(f"{WHERE}.{name}: {value!r} is no list; write it like [...]")
+    return value
 
 
 def reject_unknown(options: type, given: Mapping[str, Any], name: str) -> None:
@@ -231,7 +355,7 @@ def reject_unknown(options: type, given: Mapping[str, Any], name: str) -> None:
     for key in given:
         if key in known:
             continue
-        near = difflib.get_close_matches(key, known, n=1)
+        near = [RENAMED[key]] if RENAMED.get(key) in known else difflib.get_close_matches(key, known, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
         raise TreeOptionError(f"{name}.{key}: unknown option; {hint} (`specinfer options` lists all)")
 
@@ -246,11 +370,11 @@ def check_fields(options: Any, name: str) -> None:
                 continue
             raise TreeOptionError(f"{where}: null given; leave it out for the default {each.default!r}")
         if each.type.startswith("bool") and not isinstance(value, bool):
-            raise TreeOptionError(f"{where}: {value!r} is not true or false")
+            raise TreeOptionError(f"{where}: {value!r} is not true or false; write it without quotes, in lower case")
         if each.type.startswith(("int", "float")):
             check_number(value, where, rule, whole=each.type.startswith("int"))
         if each.type.startswith("str") and not isinstance(value, str):
-            raise TreeOptionError(f"{where}: {value!r} is not text")
+            raise TreeOptionError(f"{where}: {value!r} is not text; write it in quotes")
         for choice in (value if isinstance(value, tuple) else (value,)) if rule["choices"] else ():
             if choice not in rule["choices"]:
                 raise TreeOptionError(f"{where}: {choice!r} is not one of {', '.join(rule['choices'])}")
@@ -259,9 +383,9 @@ def check_fields(options: Any, name: str) -> None:
 def check_number(value: Any, where: str, rule: Mapping[str, Any], whole: bool) -> None:
     """Check a number's type and range. Raises TreeOptionError."""
     kinds = int if whole else (int, float)
+    low, high, unit = rule["low"], rule["high"], rule["unit"]
+    span = f"{low} to {high} {unit}".rstrip()
     if isinstance(value, bool) or not isinstance(value, kinds) or value != value:
-        raise TreeOptionError(f"{where}: {value!r} is not a {'whole ' if whole else ''}number")
-    low, high = rule["low"], rule["high"]
-    if (low is not None and value < low) or (high is not None and value > high):
-        span = f"at least {low}" if high is None else f"{low} to {high}"
-        raise TreeOptionError(f"{where}: {value} is out of range; {span} {rule['unit']}".rstrip())
+        raise TreeOptionError(f"{where}: {value!r} is not a {'whole ' if whole else ''}number; give {span}, unquoted")
+    if not low <= value <= high:
+        raise TreeOptionError(f"{where}: {value} is out of range; give {span}")

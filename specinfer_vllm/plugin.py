@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 
-from specinfer_vllm.patches.patch import SUPPORTED_VERSIONS, HookMissing
+from specinfer_vllm.patches.patch import SUPPORTED_VERSIONS, HookMissing, is_version_in, vllm_version
 
 # Below vLLM's logger, so that its handlers and level apply.
 logger = logging.getLogger("vllm.specinfer")
@@ -18,30 +18,38 @@ logger = logging.getLogger("vllm.specinfer")
 def register() -> None:
     """Hook `tree` into this process's vLLM, all patches or none."""
     try:
-        import vllm
-        from packaging.specifiers import SpecifierSet
-
-        if vllm.__version__.split("+")[0] not in SpecifierSet(SUPPORTED_VERSIONS, prereleases=True):
-            logger.warning(
-                "specinfer-vllm stands aside: vLLM %s is not one of the versions it knows (%s); "
-                "`--speculative-config tree` is not available",
-                vllm.__version__,
-                SUPPORTED_VERSIONS,
-            )
-            return
-        apply_patches()
+        if is_version_in(vllm_version(), SUPPORTED_VERSIONS):
+            apply_patches()
+        else:
+            stand_aside("vLLM %s is not one of the versions it knows (%s)", vllm_version(), SUPPORTED_VERSIONS)
     except HookMissing as missing:
-        logger.warning("specinfer-vllm stands aside: %s; run `specinfer doctor`", missing)
+        stand_aside("%s; `specinfer doctor` says more", missing)
     except Exception:
-        logger.exception("specinfer-vllm stands aside: it could not hook into vLLM; run `specinfer doctor`")
+        logger.exception("specinfer-vllm stands aside: it could not hook into vLLM; `specinfer doctor` says more")
+
+
+def stand_aside(reason: str, *values: object) -> None:
+    """Say why `tree` is not available in this process."""
+    logger.warning(f"specinfer-vllm stands aside, `--speculative-config tree` is not available: {reason}", *values)
 
 
 def apply_patches() -> None:
-    """Apply every patch of this process. Raises HookMissing before the first change when a target is missing."""
+    """Apply every patch that is not applied yet.
+
+    Raises HookMissing before the first change when a hook is not as we know it; what is applied when anything else
+    fails is taken back.
+    """
+    from specinfer_vllm.patches import hooks
     from specinfer_vllm.patches.engine_args import PATCHES
 
-    for patch in PATCHES:
-        patch.target.check()
-    for patch in PATCHES:
-        if not patch.is_applied():
-            patch.apply()
+    hooks.check(hooks.PLUGIN)
+    applied = []
+    try:
+        for patch in PATCHES:
+            if not patch.is_applied():
+                patch.apply()
+                applied.append(patch)
+    except Exception:
+        for patch in reversed(applied):
+            patch.revert()
+        raise

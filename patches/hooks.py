@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every place of vLLM that we patch, override or call by a private name, in the order in which a start reaches them.
+
+PLUGIN is checked when vLLM loads the plug-in: those modules are loaded then anyway. LAUNCH is checked once a user asks
+for a tree, RUNNER in the worker that serves one: importing them in every process would cost seconds, and a runner's
+module may touch the device. `specinfer doctor` checks all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from specinfer_vllm.patches import cpu_attention, cpu_worker
+from specinfer_vllm.patches.engine_args import PATCHES
+from specinfer_vllm.patches.patch import Hook
+
+# 0.33 gives each request of a mask a fixed number of rows; engine/scheduler.py packs them as 0.32 does.
+PACKED_MASKS = ">=0.32,<0.33"
+
+SCHEDULER = "vllm.v1.core.sched.scheduler"
+GRAMMAR = "vllm.v1.structured_output"
+CPU_ATTENTION = "vllm.v1.attention.backends.cpu_attn"
+CPU_RUNNER = "vllm.v1.worker.cpu_model_runner"
+
+PLUGIN: tuple[Hook, ...] = (
+    *(patch.target for patch in PATCHES),
+    cpu_attention.REGISTRY,
+    cpu_attention.CACHED,
+)
+
+LAUNCH: tuple[Hook, ...] = (
+    Hook(
+        SCHEDULER,
+        "Scheduler.update_draft_token_ids",
+        ("self", "draft_token_ids"),
+        "nodes that a grammar forbids stay in the tree: their siblings may be right",
+    ),
+    Hook(
+        SCHEDULER,
+        "Scheduler.get_grammar_bitmask",
+        ("self", "scheduler_output"),
+        "the grammar walks each tree, not a chain",
+        PACKED_MASKS,
+    ),
+    Hook(
+        GRAMMAR,
+        "StructuredOutputManager._fill_bitmasks",
+        ("self", "batch"),
+        "one row's mask from the grammar's present state",
+        PACKED_MASKS,
+    ),
+    Hook(
+        GRAMMAR,
+        "StructuredOutputManager._get_constraint_bounds",
+        ("self", "request", "spec_tokens"),
+        "whether reasoning still holds the grammar back",
+    ),
+    Hook(
+        f"{GRAMMAR}.backend_types",
+        "StructuredOutputGrammar.rollback",
+        ("self", "num_tokens"),
+        "the grammar goes back one token where a branch ends",
+    ),
+    Hook(
+        "vllm.v1.core.sched.output",
+        "GrammarOutput",
+        ("structured_output_request_ids", "grammar_bitmask", "num_acceptable_drafts"),
+        "what get_grammar_bitmask returns",
+    ),
+    Hook(
+        "vllm.v1.outputs",
+        "DraftTokenIds",
+        ("req_ids", "draft_token_ids"),
+        "the topology travels to the scheduler in a subclass",
+    ),
+    Hook(
+        CPU_ATTENTION,
+        "CPUAttentionBackendImpl.forward",
+        ("self", "layer", "query", "key", "value", "kv_cache", "attn_metadata", "output"),
+        "rows of a tree see their own path only",
+    ),
+    Hook(
+        CPU_ATTENTION,
+        "CPUAttentionMetadataBuilder.build",
+        ("self", "common_prefix_len", "common_attn_metadata"),
+        "the mask travels with the attention metadata",
+    ),
+)
+
+RUNNER: tuple[Hook, ...] = (
+    cpu_worker.RUNNER,
+    Hook(
+        "vllm.v1.worker.cpu_worker", "CPUWorker.init_device", ("self",), "the runner and the backend are chosen there"
+    ),
+    Hook(CPU_RUNNER, "CPUModelRunner._update_states", ("self", "scheduler_output"), "requests come and go"),
+    Hook(
+        CPU_RUNNER,
+        "CPUModelRunner._prepare_inputs",
+        ("self", "scheduler_output", "num_scheduled_tokens"),
+        "a node's position is its depth, not its row",
+    ),
+    Hook(
+        CPU_RUNNER,
+        "CPUModelRunner._build_attention_metadata",
+        ("self", "*"),
+        "the step's mask is handed to the layers",
+    ),
+    Hook(
+        CPU_RUNNER,
+        "CPUModelRunner._sample",
+        ("self", "logits", "spec_decode_metadata"),
+        "trees are walked, and accepted K/V moved into place",
+    ),
+    Hook(
+        CPU_RUNNER,
+        "CPUModelRunner.propose_draft_token_ids",
+        ("self", "scheduler_output", "sampled_token_ids", "*"),
+        "the next trees are drafted after bookkeeping",
+    ),
+    Hook(
+        CPU_RUNNER,
+        "CPUModelRunner._input_fits_in_drafter",
+        ("self", "common_attn_metadata"),
+        "a tree is cut where it would pass max_model_len, upstream drafts nothing",
+    ),
+    Hook(
+        CPU_RUNNER,
+        "CPUModelRunner.take_draft_token_ids",
+        ("self",),
+        "the topology goes to the scheduler with the drafts",
+    ),
+    Hook(
+        CPU_RUNNER,
+        "CPUModelRunner.initialize_kv_cache",
+        ("self", "kv_cache_config"),
+        "SSMs find their layers, compaction the LLM's",
+    ),
+)
+
+ALL: tuple[Hook, ...] = (*PLUGIN, *LAUNCH, *RUNNER)
+
+
+def check(hooks: Iterable[Hook]) -> None:
+    """Raise HookMissing for the first hook that is not as we know it."""
+    for hook in hooks:
+        hook.check()
