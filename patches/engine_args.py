@@ -68,13 +68,18 @@ class TreeReachesSpeculativeConfig(Patch):
 
     @staticmethod
     def replacement(original: Any, self: Any, target_model_config: Any, target_parallel_config: Any) -> Any:
-        """Returns TreeSpeculativeConfig, or what `original` makes of another method."""
+        """Returns TreeSpeculativeConfig, or what `original` makes of another method.
+
+        Raises TreeOptionError for a model that trees cannot verify.
+        """
         options = tree_options(self)
         if options is None:
             refuse_other_method(self)
             return original(self, target_model_config, target_parallel_config)
+        from specinfer_vllm.engine import launch
         from specinfer_vllm.patches.speculative_config import TreeSpeculativeConfig
 
+        launch.check_model(target_model_config)
         return TreeSpeculativeConfig(
             options=options.as_dict(),
             target_model_config=target_model_config,

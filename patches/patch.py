@@ -104,8 +104,8 @@ class Patch:
     """
 
     target: ClassVar[Hook]
-    original: ClassVar[Any] = None
-    installed: ClassVar[Any] = None
+    # The original and what stands in its place, as they stand in their owner: a static method stays one.
+    kept: ClassVar[tuple[Any, Any] | None] = None
 
     @staticmethod
     def replacement(original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -115,7 +115,7 @@ class Patch:
     @classmethod
     def is_applied(cls) -> bool:
         """Whether the target is replaced by this patch in this process."""
-        return cls.installed is not None
+        return cls.kept is not None
 
     @classmethod
     def apply(cls) -> None:
@@ -137,9 +137,9 @@ class Patch:
             return replacement(original, *args, **kwargs)
 
         setattr(patched, MARK, f"{cls.__module__}.{cls.__qualname__}")
-        cls.original = kept
-        cls.installed = type(kept)(patched) if isinstance(kept, (staticmethod, classmethod)) else patched
-        setattr(owner, name, cls.installed)
+        placed = type(kept)(patched) if isinstance(kept, (staticmethod, classmethod)) else patched
+        setattr(owner, name, placed)
+        cls.kept = kept, placed
 
     @classmethod
     def revert(cls) -> None:
@@ -147,13 +147,14 @@ class Patch:
 
         Raises RuntimeError when someone has replaced the target since: putting the original back would drop theirs.
         """
-        if not cls.is_applied():
+        if cls.kept is None:
             return
+        original, placed = cls.kept
         owner, name = cls.owner()
-        if inspect.getattr_static(owner, name) is not cls.installed:
+        if inspect.getattr_static(owner, name) is not placed:
             raise RuntimeError(f"{cls.target} was replaced by someone else after {cls.__name__}; undo that first")
-        setattr(owner, name, cls.original)
-        cls.original = cls.installed = None
+        setattr(owner, name, original)
+        cls.kept = None
 
     @classmethod
     def owner(cls) -> tuple[Any, str]:

@@ -53,3 +53,12 @@ def apply_patches() -> None:
         for patch in reversed(applied):
             patch.revert()
         raise
+
+
+def device() -> tuple[str, str | None]:
+    """What this environment's vLLM runs on, and why trees do not run there (None where they do)."""
+    from vllm.platforms import current_platform
+
+    from specinfer_vllm.engine import launch
+
+    return current_platform.device_name or "no device", launch.device_problem()

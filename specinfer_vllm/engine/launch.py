@@ -117,13 +117,10 @@ def prepare(args: Any, options: TreeOptions) -> None:
         setattr(args, name, ours)
 
 
-def refuse(refusals: Iterable[Refusal], owner: Any, prefix: str = "") -> None:
-    """Raise TreeOptionError for the first setting that is in the way; `prefix` says whose it is."""
+def refuse(refusals: Iterable[Refusal], owner: Any) -> None:
+    """Raise TreeOptionError for the first setting of the owner that is in the way."""
     for each in refusals:
-        try:
-            each.check(owner)
-        except TreeOptionError as error:
-            raise TreeOptionError(f"{prefix}{error}") from None
+        each.check(owner)
 
 
 def refuse_device() -> None:
@@ -167,13 +164,20 @@ def refuse_runner_v2() -> None:
         )
 
 
+def check_model(model: Any) -> None:
+    """Raise TreeOptionError for an LLM that cannot verify a tree in one pass. model: ModelConfig."""
+    try:
+        refuse(MODELS, model)
+    except TreeOptionError as error:
+        raise TreeOptionError(f"model: {model.model!r}: {error}") from None
+
+
 def check(config: Any) -> None:
     """Refuse what is known on the finished VllmConfig only, and explain settings that waste trees.
 
     Raises TreeOptionError.
     """
     tree = tree_config(config).tree
-    refuse(MODELS, config.model_config, prefix="model: ")
     if config.kv_transfer_config is not None:
         raise TreeOptionError(f"kv_transfer_config: not supported with method 'tree': {CONNECTOR}")
     dtype = config.cache_config.cache_dtype  # 'auto' may have become what the checkpoint says

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The console command `specinfer`. Each sub-command imports what it needs when it runs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import redirect_stdout
+from dataclasses import MISSING, Field, fields
+from typing import TYPE_CHECKING, Any
+
+from specinfer_vllm import __version__
+from specinfer_vllm.config import METHOD, SsmOptions, TreeOptions
+
+if TYPE_CHECKING:
+    from specinfer_vllm.doctor import Report
+
+TYPES = {
+    "bool": "true or false",
+    "float": "number",
+    "int": "whole number",
+    "str": "text",
+    "tuple[SsmOptions, ...]": "list",
+    "tuple[int, ...]": "list of whole numbers",
+    "tuple[str, ...]": "list of text",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="specinfer", description="Token-tree speculative decoding for stock vLLM.")
+    parser.add_argument("--version", action="version", version=f"specinfer-vllm {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for add in COMMANDS:
+        add(commands)
+    given = parser.parse_args(arguments)
+    return given.run(given)
+
+
+# -- doctor ------------------------------------------------------------------------------------------------------------
+
+
+def add_doctor(commands: Any) -> None:
+    """`specinfer doctor`: exit code 0 when trees can be served here, 1 otherwise."""
+    parser = commands.add_parser(
+        "doctor", help="say whether trees work with the vLLM that is installed, and if not, why"
+    )
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    parser.set_defaults(run=doctor)
+
+
+def doctor(given: argparse.Namespace) -> int:
+    """Print what `specinfer_vllm.doctor` finds out."""
+    from specinfer_vllm.doctor import examine
+
+    with redirect_stdout(sys.stderr):  # vLLM's log goes to stdout, where only the findings belong
+        report = examine()
+    if given.json:
+        print_json(report.as_dict())
+    else:
+        print_report(report)
+    return 0 if report.is_healthy else 1
+
+
+def print_report(report: Report) -> None:
+    """The findings as text."""
+    entry = report.plugin
+    listed = "not set" if entry["VLLM_PLUGINS"] is None else entry["VLLM_PLUGINS"]
+    rows = [(name, each or "not installed") for name, each in report.versions.items()]
+    rows += [
+        ("device", report.device or "unknown"),
+        ("vllm supported", report.supported),
+        ("entry point", entry["entry_point"] or "not found"),
+        ("allowed", f"{'yes' if entry['allowed'] else 'no'} (VLLM_PLUGINS {listed})"),
+    ]
+    print_table("environment", ("what", "found"), rows)
+    hooks = [(each.state, each.use, each.target, each.versions, each.reason) for each in report.hooks]
+    print_table("hooks in vLLM", ("state", "use", "target", "versions", "reason"), hooks)
+    for problem in report.problems:
+        print(f"problem: {problem}")
+    print("trees can be served here" if report.is_healthy else "trees cannot be served here")
+
+
+# -- options -----------------------------------------------------------------------------------------------------------
+
+
+def add_options(commands: Any) -> None:
+    """`specinfer options`: every option of a tree, and of each of its SSMs."""
+    parser = commands.add_parser("options", help="list what --speculative-config may carry with method 'tree'")
+    parser.add_argument("--json", action="store_true", help="print the list as JSON")
+    parser.set_defaults(run=options)
+
+
+def options(given: argparse.Namespace) -> int:
+    """Print the fields of TreeOptions and SsmOptions."""
+    tree, ssm = ([describe(each) for each in fields(kind)] for kind in (TreeOptions, SsmOptions))
+    if given.json:
+        print_json({"method": METHOD, "options": tree, "ssm_options": ssm})
+        return 0
+    columns = ("option", "type", "range", "default", "what it does")
+    print_table("--speculative-config tree", columns, map(as_row, tree))
+    print_table("each of ssms", columns, map(as_row, ssm))
+    print(f'example: --speculative-config \'{{"method": "{METHOD}", "num_nodes": 16, "proposers": ["ngram"]}}\'')
+    return 0
+
+
+def describe(option: Field) -> dict[str, Any]:
+    """One option in plain JSON types."""
+    rule = option.metadata
+    return {
+        "name": option.name,
+        "type": TYPES[option.type.removesuffix(" | None")],
+        "unit": rule["unit"],
+        "low": rule["low"],
+        "high": rule["high"],
+        "choices": list(rule["choices"]),
+        "default": option.default_factory() if option.default is MISSING else option.default,
+        "help": rule["help"],
+    }
+
+
+def as_row(option: dict[str, Any]) -> tuple[str, ...]:
+    """One option as a line of the table."""
+    span = ", ".join(option["choices"])
+    if option["low"] is not None:
+        span = f"{option['low']} to {option['high']} {option['unit']}".rstrip()
+    default = option["default"]
+    shown = "" if default in (None, (), "") else json.dumps(default).strip('"')
+    return option["name"], option["type"], span, shown, option["help"]
+
+
+# -- printing ----------------------------------------------------------------------------------------------------------
+
+
+def print_json(value: Any) -> None:
+    """Indented JSON on stdout."""
+    print(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """A table: drawn by rich on a terminal, plain columns in a pipe or without rich."""
+    rows = [tuple(row) for row in rows]
+    if not sys.stdout.isatty() or not print_rich(title, columns, rows):
+        print_plain(title, columns, rows)
+
+
+def print_rich(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> bool:
+    """Fitted to the terminal's width. False when rich, which vLLM brings along, is not there."""
+    try:
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError:
+        return False
+    table = Table(*columns, title=title, title_justify="left")
+    for row in rows:
+        table.add_row(*row)
+    Console(markup=False).print(table)
+    return True
+
+
+def print_plain(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """As wide as its cells; the last column is not filled up."""
+    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
+    print(title)
+    for row in (columns, *rows):
+        print("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    print()
+
+
+# One function per sub-command; each adds its parser and sets `run`.
+COMMANDS: tuple[Callable[[Any], None], ...] = (add_doctor, add_options)
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from specinfer_vllm.config import (
+    MAX_NODES,
+    PROPOSERS,
+    SsmOptions,
+    TreeOptionError,
+    TreeOptions,
+    expansion_nodes,
+    ssm_slots,
+)
+
+EXPANSION = (1, 1, 3, 1, 1, 1, 1, 1)
+
+
+def read(**options) -> TreeOptions:
+    return TreeOptions.from_value({"method": "tree", **options})
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["tree", " tree ", "Tree", '{"method": "tree"}', '{"method":"TREE"}', {"method": "tree"}, {}, TreeOptions()],
+)
+def test_every_form_of_the_bare_word_is_the_same_tree(value):
+    options = TreeOptions.from_value(value)
+    assert options == TreeOptions()
+    assert options.free_proposers == PROPOSERS
+    assert options.max_nodes >= 1 and options.max_depth >= 1 and options.max_ssm_slots == 0
+
+
+def test_a_path_to_a_json_file_is_read(tmp_path: Path):
+    file = tmp_path / "tree.json"
+    file.write_text('{"method": "tree", "num-nodes": 5}')
+    assert TreeOptions.from_value(str(file)) == TreeOptions.from_value(file) == read(num_nodes=5)
+
+
+def test_dashes_and_underscores_are_the_same():
+    assert read(**{"num-nodes": 5, "share-recycling": True}) == read(num_nodes=5, share_recycling=True)
+
+
+@pytest.mark.parametrize("written", [[1, 1, 3], (1, 1, 3), "1,1,3", "<1,1,3>", "[1, 1, 3]", ["1", "1", "3"]])
+def test_an_expansion_may_be_written_as_in_the_paper(written):
+    assert read(ssms=["a"], expansion=written).expansion == (1, 1, 3)
+
+
+def test_a_single_level_may_be_a_number():
+    assert read(ssms=["a"], expansion=3).expansion == read(ssms=["a"], expansion="3").expansion == (3,)
+
+
+def test_a_lone_ssm_or_proposer_need_not_stand_in_a_list():
+    assert read(ssms="a") == read(ssms=["a"]) == read(ssms={"model": "a"}) == read(ssms=[SsmOptions("a")])
+    assert read(ssms=Path("a/b")) == read(ssms="a/b")
+    assert read(proposers="ngram") == read(proposers=["ngram"])
+    assert read(proposers="ngram, recycling").proposers == PROPOSERS
+
+
+def test_a_home_folder_is_found():
+    assert read(ssms="~/a").ssms[0].model == str(Path.home() / "a")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_nodes": 64},
+        {"ssms": ["a", {"model": "b", "expansion": "1,2", "revision": "main"}], "expansion": EXPANSION},
+        {"ssms": ["a"], "proposers": ["recycling"], "share_recycling": True, "depth": 3, "seed": 7},
+    ],
+)
+def test_options_survive_json(options):
+    found = read(**options)
+    assert TreeOptions.from_value(json.dumps(found.as_dict())) == found
+
+
+def test_reading_does_not_change_what_was_given():
+    given = {"method": "tree", "num-nodes": 5, "ssms": [{"model": "a", "expansion": "1,2"}]}
+    before = json.dumps(given)
+    TreeOptions.from_value(given)
+    assert json.dumps(given) == before
+
+
+def test_the_tree_of_the_paper_has_twenty_nodes_and_eight_levels():
+    options = read(ssms=["a"], expansion=list(EXPANSION))
+    assert (options.max_nodes, options.max_depth) == (expansion_nodes(EXPANSION), len(EXPANSION)) == (20, 8)
+    assert ssm_slots(options, 0) == 17  # the last level is drawn, not read
+
+
+def test_trees_of_several_ssms_need_the_sum_of_their_nodes_and_the_most_of_their_slots():
+    options = read(ssms=["a", {"model": "b", "expansion": [2, 2, 2]}], expansion=[3, 1])
+    assert options.max_nodes == 6 + 14
+    assert options.max_ssm_slots == 6
+    assert options.free_proposers == ()
+
+
+def test_one_requests_tree_fits_into_the_step_unless_the_user_says_otherwise():
+    assert read(num_nodes=100).batch_nodes == read(num_nodes=100).max_nodes == 100
+    assert read(ssms=["a"], expansion=EXPANSION).batch_nodes == 20
+    assert read(ssms=["a"], expansion=EXPANSION, batch_nodes=12).max_nodes == 12
+    assert read(num_nodes=2).batch_nodes == TreeOptions.batch_nodes
+
+
+REFUSED = {
+    "unknown option": ({"num_node": 3}, "num_node: unknown option; did you mean 'num_nodes'"),
+    "vllm's name": ({"num_speculative_tokens": 3}, "num_speculative_tokens: unknown option; did you mean 'num_nodes'"),
+    "vllm's model": ({"model": "a"}, "model: unknown option; did you mean 'ssms'"),
+    "nothing near": ({"zzz": 3}, "zzz: unknown option; known: ssms, proposers"),
+    "unknown in an ssm": ({"ssms": [{"model": "a", "widht": 3}]}, r"ssms\[0\].widht: unknown option; did you mean"),
+    "given twice": ({"num_nodes": 3, "num-nodes": 4}, "num_nodes: given twice"),
+    "other method": ({"method": "ngram"}, "method: 'ngram' is not 'tree'"),
+    "negative": ({"num_nodes": -3}, "num_nodes: -3 is out of range; give 1 to 1024 nodes"),
+    "zero": ({"depth": 0}, "depth: 0 is out of range; give 1 to 64 nodes"),
+    "absurd nodes": ({"num_nodes": 10**9}, "num_nodes: 1000000000 is out of range"),
+    "absurd depth": ({"depth": 65}, "depth: 65 is out of range"),
+    "absurd batch": ({"batch_nodes": 10**9}, "batch_nodes: 1000000000 is out of range"),
+    "negative seed": ({"seed": -1}, "seed: -1 is out of range"),
+    "score above one": ({"min_score": 1.5}, "min_score: 1.5 is out of range; give 0 to 1"),
+    "score not a number": ({"min_score": float("nan")}, "min_score: nan is not a number"),
+    "text for a number": ({"num_nodes": "8"}, "num_nodes: '8' is not a whole number; give 1 to 1024 nodes, unquoted"),
+    "fraction": ({"num_nodes": 8.5}, "num_nodes: 8.5 is not a whole number"),
+    "boolean for a number": ({"num_nodes": True}, "num_nodes: True is not a whole number"),
+    "text for a boolean": ({"share_recycling": "True"}, "share_recycling: 'True' is not true or false"),
+    "null": ({"batch_nodes": None}, "batch_nodes: null given; leave it out"),
+    "number for text": ({"merge": 3}, "merge: 3 is not text"),
+    "unknown verifier": ({"verifier": "mss"}, "verifier: 'mss' is not one of auto, greedy, naive"),
+    "unknown proposer": ({"proposers": ["n-gram"]}, "proposers: 'n-gram' is not one of ngram, recycling"),
+    "proposer twice": ({"proposers": ["ngram", "ngram"]}, "proposers: .* names a proposer twice"),
+    "nothing proposes": ({"proposers": []}, "proposers: nothing proposes tokens; give ssms"),
+    "proposers no list": ({"proposers": 3}, "proposers: 3 is no list"),
+    "ssm without model": ({"ssms": [{"width": 3}]}, r"ssms\[0\].model: missing"),
+    "ssm of a wrong kind": ({"ssms": [3]}, r"ssms\[0\]: 3 is neither a path nor a dict"),
+    "ssm with a number for a path": ({"ssms": [{"model": 3}]}, r"ssms\[0\].model: 3 is not text"),
+    "ssms null": ({"ssms": None}, "ssms: None is no list"),
+    "too many ssms": ({"ssms": ["a"] * 9}, "ssms: 9 SSMs; give at most 8"),
+    "too wide": ({"ssms": [{"model": "a", "width": 65}]}, r"ssms\[0\].width: 65 is out of range"),
+    "width beside an expansion": ({"ssms": [{"model": "a", "width": 2, "expansion": [1]}]}, r"ssms\[0\].width: an exp"),
+    "expansion without ssm": ({"expansion": [1, 2]}, "expansion: it shapes the trees of SSMs and there is none"),
+    "expansion of words": ({"ssms": ["a"], "expansion": "one"}, "expansion: 'one' holds something else"),
+    "expansion of fractions": ({"ssms": ["a"], "expansion": [1.5]}, r"expansion: \[1.5\] holds something else"),
+    "expansion empty": ({"ssms": ["a"], "expansion": []}, r"expansion: \[\] is no list of widths"),
+    "expansion of nothing": ({"ssms": ["a"], "expansion": [2, 0]}, r"expansion: \[2, 0\]; 1 to 64 levels"),
+    "expansion too large": ({"ssms": ["a"], "expansion": [10, 10, 10]}, "expansion: .* has 1110 nodes, at most 1024"),
+    "depth below expansion": ({"ssms": ["a"], "expansion": [1, 1], "depth": 1}, "depth: 1 is less than the 2 levels"),
+    "depth below an ssm's": (
+        {"ssms": [{"model": "a", "expansion": [1, 1]}], "depth": 1},
+        "depth: 1 is less than the 2",
+    ),
+    "nodes above the step's": ({"num_nodes": 9, "batch_nodes": 8}, "num_nodes: 9 is more than .* batch_nodes=8; raise"),
+    "table without its proposer": (
+        {"share_recycling": True, "proposers": "ngram"},
+        "share_recycling: 'recycling' is not",
+    ),
+}
+
+
+@pytest.mark.parametrize("options, message", REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_is_refused_by_name_and_with_the_fix(options, message):
+    with pytest.raises(TreeOptionError, match=r"^speculative_config\." + message):
+        TreeOptions.from_value({"method": "tree", **options})
+
+
+@pytest.mark.parametrize(
+    "value, message",
+    [
+        (3, "3 given; use 'tree', JSON text, a path to a .json file, or a dict"),
+        ("{method: tree}", "JSON is not valid .* single quotes"),
+        ("none/tree.json", "'none/tree.json' cannot be read"),
+    ],
+)
+def test_what_cannot_be_read_is_refused(value, message):
+    with pytest.raises(TreeOptionError, match=message):
+        TreeOptions.from_value(value)
+
+
+def test_a_file_that_holds_no_dict_is_refused(tmp_path: Path):
+    (tmp_path / "tree.json").write_text("[1]")
+    with pytest.raises(TreeOptionError, match=r"\[1\] given; use"):
+        TreeOptions.from_value(str(tmp_path / "tree.json"))
+
+
+def test_the_largest_tree_is_accepted():
+    assert read(num_nodes=MAX_NODES, depth=64).max_nodes == MAX_NODES
+
+
+def test_reading_options_imports_nothing_heavy():
+    code = "import sys, specinfer_vllm.cli; print(sorted({'torch', 'vllm', 'numpy'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
