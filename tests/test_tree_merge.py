@@ -29,7 +29,7 @@ def plain_merge(trees):
 
 
 def check_draws_kept(inputs, merged):
-    """The merge holds each input's draws as often as they were made, with their owners, in the order in which they were drawn."""
+    """The merge holds each draw as often as it was made, with its owner, in the order in which they were drawn."""
     for (_, expected), (_, draws) in zip(plain_merge(inputs), to_plain(merged), strict=True):
         assert draws == expected
 

@@ -4,5 +4,6 @@
 topology.py   the arrays, their order, their ancestor bits and the exchange format
 merge.py      the union of several proposers' trees
 expand.py     expansions <k1,...,km> and the choice of the best nodes
-paths.py      sums over paths and preorder positions, the arithmetic under the three others
+paths.py      sums over paths and preorder places, the arithmetic under the three above
+checks.py     what arrays must hold to be trees
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which nodes a tree has: the expansion <k1,...,km> (SpecInfer, section 3) and the choice of the best nodes by path score."""
+"""Which nodes a tree has: the expansion <k1,...,km> (SpecInfer, section 3) and the choice of the best by score."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
+from specinfer_vllm.tree.checks import INT64, as_integers, per_request
 from specinfer_vllm.tree.paths import descending
-from specinfer_vllm.tree.topology import TokenTrees, as_integers, depth_first, keep_rows, per_request
+from specinfer_vllm.tree.topology import TokenTrees, depth_first, keep_rows
 
 MAX_NODES = 1 << 16
 
@@ -20,21 +21,18 @@ def parse_expansion(expansion: str | Iterable[int]) -> tuple[int, ...]:
 
     ValueError: not integers of at least 1, none at all, or a tree of more than MAX_NODES nodes.
     """
-    levels = _split(expansion) if isinstance(expansion, str) else expansion
     try:
+        levels = _split(expansion) if isinstance(expansion, str) else expansion
         widths = tuple(_integer(level) for level in levels)
     except (TypeError, ValueError):
         raise ValueError(
-            f"expansion: {expansion!r} is no list of integers; give the children per node at each depth, such as 1,1,3,1"
+            f"expansion: {expansion!r} is no list of integers; give the children per node at each depth, as in 1,1,3,1"
         ) from None
     if not widths:
-        raise ValueError(
-            f"expansion: {expansion!r} is empty; give the children per node for at least one depth, such as 1,1,3,1"
-        )
-    if min(widths) < 1:
-        raise ValueError(
-            f"expansion: {expansion!r} has {min(widths)} children at depth {widths.index(min(widths)) + 1}; give at least 1"
-        )
+        raise ValueError(f"expansion: {expansion!r} is empty; give the children per node for one depth or more")
+    if (least := min(widths)) < 1:
+        depth = widths.index(least) + 1
+        raise ValueError(f"expansion: {expansion!r} has {least} children at depth {depth}; give at least 1")
     if len(widths) > MAX_NODES or num_nodes(widths) > MAX_NODES:
         raise ValueError(f"expansion: {expansion!r} has more than {MAX_NODES} nodes; give fewer or smaller levels")
     return widths
@@ -54,65 +52,90 @@ def num_nodes(expansion: Iterable[int]) -> int:
     return sum(level_sizes(expansion))
 
 
-def static_topology(expansion: Iterable[int]) -> np.ndarray:
-    """Parents [1 + nodes] int32 of the full tree in depth-first order, -1 at the root (row 0). ValueError as parse_expansion."""
-    block = np.full(1, -1, np.int32)
+def static_topology(expansion: str | Iterable[int]) -> np.ndarray:
+    """Parents [1 + nodes] int32 of the full tree in depth-first order, -1 at the root (row 0).
+
+    ValueError as parse_expansion.
+    """
+    root = np.full(1, -1, np.int32)
+    tree = root
     for width in reversed(parse_expansion(expansion)):
-        size = len(block)
-        below = np.tile(block, width) + np.repeat(1 + size * np.arange(width), size).astype(np.int32)
+        size = len(tree)
+        below = np.tile(tree, width) + np.repeat(1 + size * np.arange(width, dtype=np.int32), size)
         below[::size] = 0
-        block = np.concatenate((np.full(1, -1, np.int32), below))
-    return block
+        tree = np.concatenate((root, below))
+    return tree
 
 
 def prune(trees: TokenTrees, limit: npt.ArrayLike) -> TokenTrees:
-    """Each request's `limit` best nodes by score, depth-first; ties go to the earlier row.
+    """Each request's `limit` best nodes by score, depth-first; ties go to the node that stands first in that order.
 
     limit [requests] int or one int for all. A score never rises along a path, so the best nodes always form a tree.
     ValueError: negative limit, or not one per request.
     """
-    trees = depth_first(trees)
     limit = per_request("limit", limit, trees.num_requests)
-    if (trees.num_nodes <= limit).all():
+    trees = depth_first(trees)
+    if not np.count_nonzero(trees.num_nodes > limit):
         return trees
-    order, rank = _ranking(trees)
-    return _kept(trees, order, rank <= np.repeat(limit, trees.rows_per_request))
+    return _kept(trees, _ranking(trees)[_within(trees, limit)])
 
 
 def prune_batch(trees: TokenTrees, total: int, limit: npt.ArrayLike) -> TokenTrees:
-    """The batch's `total` best nodes by score, at most limit[r] of request r, depth-first (AdaServe's rule for the shared part of a budget).
+    """The batch's `total` best nodes by score, at most limit[r] of request r, depth-first.
 
-    total int; limit [requests] int or one int for all. Ties go to the node that ranks higher in its own request, then to the earlier request, so that
-    equal scores are shared out. ValueError: negative or ill-shaped total or limit.
+    AdaServe's rule for the shared part of a budget. total int; limit [requests] int or one int for all. Ties go to the
+    node that ranks higher in its own request, then to the earlier request, so that equal scores are shared out.
+    ValueError: negative or ill-shaped total or limit.
     """
-    trees = depth_first(trees)
-    limit = per_request("limit", limit, trees.num_requests)
     total = _count("total", total)
+    limit = per_request("limit", limit, trees.num_requests)
+    trees = depth_first(trees)
     if np.minimum(trees.num_nodes, limit).sum() <= total:
         return prune(trees, limit)
-    order, rank = _ranking(trees)
-    chosen = rank == 0
-    open_to = np.flatnonzero((rank > 0) & (rank <= np.repeat(limit, trees.rows_per_request)))
-    key = (descending(trees.score.take(order.take(open_to))).astype(np.int64) << 32) | rank.take(open_to)
-    chosen[open_to.take(np.argsort(key, kind="stable")[:total])] = True
-    return _kept(trees, order, chosen)
+    ranking, place = _ranking(trees), trees.local
+    contenders = (_within(trees, limit) & (place > 0)).nonzero()[0]
+    key = (descending(trees.score.take(ranking.take(contenders))).astype(np.int64) << 32) | place.take(contenders)
+    best = contenders.take(key.argsort(kind="stable")[:total])
+    return _kept(trees, ranking.take(np.concatenate((best, trees.offsets[:-1]))))
 
 
-def _ranking(trees: TokenTrees) -> tuple[np.ndarray, np.ndarray]:
-    """(order, rank) [rows] int64: rows request after request, best first, and the place of each in its request; the root has place 0."""
-    order = np.argsort((trees.request << 32) | descending(trees.score), kind="stable")
-    return order, trees.local
+def narrow(trees: TokenTrees, width: int) -> TokenTrees:
+    """The first `width` children of every node and what hangs on them; width 1 leaves one chain per request.
+
+    In depth-first order the first children are the likeliest. ValueError: width below 1.
+    """
+    if (width := _count("width", width)) < 1:
+        raise ValueError("width: 0 children per node leave no tree; give at least 1")
+    nodes = (trees.parent >= 0).nonzero()[0]
+    nodes = nodes.take(trees.parent_row.take(nodes).argsort(kind="stable"))
+    parents = trees.parent_row.take(nodes)
+    starts = np.flatnonzero(np.diff(parents, prepend=-1))
+    rank = np.arange(len(nodes)) - np.repeat(starts, np.diff(starts, append=len(nodes)))
+    keep = np.ones(trees.num_rows, bool)
+    keep[nodes] = rank < width
+    for _ in range(trees.max_depth):
+        keep &= keep.take(trees.parent_row)
+    return keep_rows(trees, keep)
 
 
-def _kept(trees: TokenTrees, order: np.ndarray, chosen: np.ndarray) -> TokenTrees:
-    """The trees' rows order[chosen]."""
+def _ranking(trees: TokenTrees) -> np.ndarray:
+    """Rows [rows] int64 request after request, best first: entry i has place trees.local[i], the root place 0."""
+    return ((trees.request << 32) | descending(trees.score)).argsort(kind="stable")
+
+
+def _within(trees: TokenTrees, limit: np.ndarray) -> np.ndarray:
+    """Which entries of the ranking [rows] bool are a root or one of its request's `limit` best."""
+    return trees.local <= limit.repeat(trees.rows_per_request)
+
+
+def _kept(trees: TokenTrees, rows: np.ndarray) -> TokenTrees:
     keep = np.zeros(trees.num_rows, bool)
-    keep[order[chosen]] = True
+    keep[rows] = True
     return keep_rows(trees, keep)
 
 
 def _count(name: str, value: int) -> int:
-    number = as_integers(name, value, np.int64)
+    number = as_integers(name, value, INT64)
     if number.ndim or number < 0:
         raise ValueError(f"{name}: {value!r} must be one integer, 0 or more")
     return int(number)
