@@ -99,10 +99,10 @@ def test_trees_of_several_ssms_need_the_sum_of_their_nodes_and_the_most_of_their
 
 
 def test_one_requests_tree_fits_into_the_step_unless_the_user_says_otherwise():
-    assert read(num_nodes=100).batch_nodes == read(num_nodes=100).max_nodes == 100
-    assert read(ssms=["a"], expansion=EXPANSION).batch_nodes == 20
+    assert read(num_nodes=100).max_nodes == 100
+    assert read(ssms=["a"], expansion=EXPANSION).max_nodes == 20
+    assert read(ssms=["a"], expansion=EXPANSION).cost_of_row == 0 < read().cost_of_row
     assert read(ssms=["a"], expansion=EXPANSION, batch_nodes=12).max_nodes == 12
-    assert read(num_nodes=2).batch_nodes == TreeOptions.batch_nodes
 
 
 REFUSED = {
@@ -119,13 +119,13 @@ REFUSED = {
     "absurd depth": ({"depth": 65}, "depth: 65 is out of range"),
     "absurd batch": ({"batch_nodes": 10**9}, "batch_nodes: 1000000000 is out of range"),
     "negative seed": ({"seed": -1}, "seed: -1 is out of range"),
-    "score above one": ({"min_score": 1.5}, "min_score: 1.5 is out of range; give 0 to 1"),
-    "score not a number": ({"min_score": float("nan")}, "min_score: nan is not a number"),
+    "cost above one": ({"row_cost": 1.5}, "row_cost: 1.5 is out of range; give 0 to 1"),
+    "cost not a number": ({"row_cost": float("nan")}, "row_cost: nan is not a number"),
     "text for a number": ({"num_nodes": "8"}, "num_nodes: '8' is not a whole number; give 1 to 1024 nodes, unquoted"),
     "fraction": ({"num_nodes": 8.5}, "num_nodes: 8.5 is not a whole number"),
     "boolean for a number": ({"num_nodes": True}, "num_nodes: True is not a whole number"),
     "text for a boolean": ({"share_recycling": "True"}, "share_recycling: 'True' is not true or false"),
-    "null": ({"batch_nodes": None}, "batch_nodes: null given; leave it out"),
+    "null": ({"seed": None}, "seed: null given; leave it out"),
     "number for text": ({"merge": 3}, "merge: 3 is not text"),
     "unknown verifier": ({"verifier": "mss"}, "verifier: 'mss' is not one of auto, greedy, naive"),
     "unknown proposer": ({"proposers": ["n-gram"]}, "proposers: 'n-gram' is not one of ngram, recycling"),

@@ -48,7 +48,7 @@ def best(entries: dict) -> list:
 @pytest.fixture(scope="module")
 def tree(model_path):
     """An engine whose trees are wide and always there: nodes are verified however unlikely they are."""
-    options = {"method": "tree", "num_nodes": 6, "batch_nodes": 512, "min_score": 0.0}
+    options = {"method": "tree", "num_nodes": 6, "row_cost": 0}
     with engine(model_path, max_num_seqs=64, max_num_batched_tokens=1024, speculative_config=options) as llm:
         yield llm
 

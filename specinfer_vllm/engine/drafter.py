@@ -46,7 +46,8 @@ class TreeDrafter:
             [*self.ssms, *self.free],
             merge=self.options.merge,
             batch_nodes=self.options.batch_nodes,
-            min_score=self.options.min_score,
+            row_cost=self.options.cost_of_row,
+            branches=self.options.branches,
         )
         self.stats = TreeStats()
         self.drafted = DraftedTrees()

@@ -93,7 +93,6 @@ MODELS = (
     Refusal("is_diffusion", is_set, "it does not decode from left to right; use an autoregressive model"),
     Refusal("uses_alibi", is_set, "ALiBi measures distances between rows, not depths; use a model without"),
     Refusal("uses_mrope", is_set, "M-RoPE positions are not mapped to trees yet; use a text model"),
-    Refusal("uses_xdrope_dim", is_set, "XD-RoPE positions are not mapped to trees yet; use a text model"),
     Refusal("use_mla", is_set, "tree attention does not read latent KV (MLA) yet; use a model without"),
 )
 
@@ -208,7 +207,8 @@ def check_lengths(tree: TreeOptions, max_model_len: int) -> None:
 def explain_budget(config: Any, tree: TreeOptions) -> None:
     """Say so when a full batch's trees do not fit the scheduler's token budget: the last requests would lose theirs."""
     scheduler = config.scheduler_config
-    needed = scheduler.max_num_seqs + min(tree.batch_nodes, scheduler.max_num_seqs * tree.max_nodes)
+    nodes = scheduler.max_num_seqs * tree.max_nodes
+    needed = scheduler.max_num_seqs + (nodes if tree.batch_nodes is None else min(tree.batch_nodes, nodes))
     if scheduler.max_num_batched_tokens < needed:
         logger.warning(
             "max_num_batched_tokens=%d is less than a full batch with its trees needs (%d = max_num_seqs + nodes): "
