@@ -83,6 +83,27 @@ def alternate(
     return timings
 
 
+TIED = "a tie: the order of additions decides"
+TIE = 1e-4  # distance of plain vLLM's two best logits below which fp32 does not tell them apart
+
+
+def differences(plain: Any, chats: Sequence[list], first: Timing, second: Timing) -> list[str]:
+    """One line per text that differs: where, and whether plain vLLM's two best logits were tied there."""
+    from vllm import SamplingParams
+
+    lines = []
+    for i, (a, b) in enumerate(zip(first.token_ids, second.token_ids, strict=True)):
+        if a == b:
+            continue
+        at = next((k for k in range(min(len(a), len(b))) if a[k] != b[k]), min(len(a), len(b)))
+        ask = SamplingParams(temperature=0, max_tokens=at + 1, logprobs=2)
+        best = plain.chat([chats[i]], ask, use_tqdm=False)[0].outputs[0].logprobs[at]
+        high, low = sorted((entry.logprob for entry in best.values()), reverse=True)[:2]
+        verdict = TIED if high - low <= TIE else "not a tie"
+        lines.append(f"text {i} parts at token {at}, where the two best logits differ by {high - low:.1e}: {verdict}")
+    return lines
+
+
 def hardware() -> str:
     """What the numbers were measured on."""
     versions = []

@@ -10,6 +10,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingParams
 
+from specinfer_vllm.attention.cpu_kernel import kernel
 from specinfer_vllm.config import TreeOptions
 from specinfer_vllm.engine.requests import RequestSlots
 from specinfer_vllm.engine.step import DraftedTrees
@@ -68,6 +69,22 @@ class TreeDrafter:
         """Load the SSMs; called by the runner once the LLM is loaded, so that memory profiling sees both."""
         for ssm in self.ssms:
             ssm.load()
+        self._warm_up()
+
+    def _warm_up(self) -> None:
+        """Compile what is compiled on first use, so that no request waits for it."""
+        kernel()
+        tokens = np.zeros((1, 8), np.int32)
+        one, eight = np.ones(1, np.int32), np.full(1, 8, np.int32)
+        batch = DraftBatch(np.zeros(1, np.int64), tokens, np.zeros(1, np.int64), eight.astype(np.int64), one, eight)
+        best = np.zeros((1, self.num_successors), np.int32)
+        seen = Observation(np.zeros(1, np.int64), one, best, best.astype(np.float32))
+        for proposer in self.free:
+            proposer.start(0)
+            if proposer.num_successors:
+                proposer.observe(seen)
+            proposer.propose(batch)
+            proposer.finish(0)
 
     def start(self, request_id: str, params: SamplingParams | None, prompt_len: int, refused: str | None) -> None:
         """A request entered the batch; see RequestSlots.start."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.config import CompilationMode
 from vllm.v1.outputs import DraftTokenIds, LogprobsTensors, SamplerOutput
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
@@ -331,3 +332,10 @@ def build_mask(
 
 class TreeCPUModelRunner(TreeRunnerMixin, CPUModelRunner):
     """The V1 runner of vLLM's CPU wheel with token trees."""
+
+    def warming_up_model(self) -> None:
+        """As upstream; the SSMs are compiled too, so that no request waits for it."""
+        super().warming_up_model()
+        if self.compilation_config.mode != CompilationMode.NONE:
+            for ssm in self.drafter.ssms:
+                ssm.warm_up()

@@ -109,6 +109,11 @@ class SsmProposer(Proposer):
             )
         return found[0][0]
 
+    def warm_up(self) -> None:
+        """One pass without attention, as vLLM warms up its own models: compiles the SSM."""
+        with set_forward_context(None, self.llm_config, num_tokens=8):
+            self.model(input_ids=torch.zeros(8, dtype=torch.int64), positions=torch.arange(8))
+
     # -- drafting ------------------------------------------------------------------------------------------------------
 
     def begin(self, step: SsmStep) -> None:
