@@ -134,6 +134,23 @@ def test_the_merge_never_rests_on_its_fingerprints(weak, inputs):
         assert same_arrays(merge(inputs), expected)
 
 
+def test_equal_fingerprints_in_two_requests_are_told_apart(monkeypatch):
+    # With marks of 3 bits the sequences 0, 1 of the first request and 2, 1 of the second have one fingerprint (15), and
+    # nothing else has: their last tokens agree, so only their parents tell them apart.
+    trees = from_arrays([0, 3, 6], [5, 0, 1, 5, 2, 1], [-1, 0, 1, -1, 0, 1])
+    expected = merge([trees, trees])
+    salts = []
+
+    def weakly(values, salt):
+        salts.append(salt)
+        return (values & 7).astype(np.uint64) if salt == 0 else scramble(values, salt)
+
+    scramble = merge_module._scramble
+    monkeypatch.setattr(merge_module, "_scramble", weakly)
+    assert same_arrays(merge([trees, trees]), expected)
+    assert salts == [0, 1]
+
+
 def test_a_proposer_without_proposals_changes_nothing():
     tree = from_arrays([0, 3, 4], [1, 5, 6, 2], [-1, 0, 0, -1], [0.0, -2.0, -1.0, 0.0])
     assert same_arrays(merge([roots([1, 2]), tree, roots([1, 2])]), depth_first(tree))

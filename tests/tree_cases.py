@@ -1,15 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Token trees for tests: random ones from hypothesis, and the slow, obvious form that the fast one is compared with.
 
-The obvious form of one request's tree is a dict {sequence of tokens: score} in the order of the rows, and a list of draws (sequence, owner).
+The obvious form of one request's tree is a dict {sequence of tokens: score} in the order of the rows, and a list of
+draws (sequence, owner).
 """
 
 from __future__ import annotations
 
 import numpy as np
+from hypothesis import settings
 from hypothesis import strategies as st
 
 from specinfer_vllm.tree.topology import TokenTrees, from_arrays
+
+# A shared machine may stop for longer than any sensible deadline.
+settings.register_profile("trees", deadline=None)
+settings.load_profile("trees")
 
 Path = tuple[int, ...]
 Tree = tuple[dict[Path, float], list[tuple[Path, int]]]
@@ -19,7 +25,7 @@ DROPS = [0.0, 0.0, 0.5, 1.0, 1.5, float("inf")]  # exact in float32, with ties a
 
 @st.composite
 def plain_trees(draw: st.DrawFn, max_nodes: int = 12, vocabulary: int = 3) -> Tree:
-    """One request's tree in the obvious form: parents before children, otherwise any order, some nodes drawn several times."""
+    """One request's tree in the obvious form: parents before children, otherwise any order, some draws repeated."""
     nodes: dict[Path, float] = {(): 0.0}
     growth = st.tuples(st.integers(0, 10**6), st.integers(0, vocabulary - 1), st.sampled_from(DROPS))
     for where, token, drop in draw(st.lists(growth, max_size=max_nodes)):

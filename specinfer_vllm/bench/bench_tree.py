@@ -40,7 +40,7 @@ def raw_trees(requests: int, nodes: int, seed: int) -> Raw:
 def _grow(rng: np.random.Generator, nodes: int) -> tuple[list[int], list[int], list[float]]:
     tokens, parent, score, depth, taken = [7], [-1], [0.0], [0], set()
     while len(tokens) <= nodes:
-        # Mostly onto the last few nodes, so that there are long paths; now and then anywhere, so that growth never ends.
+        # Mostly onto the last few nodes, for long paths; now and then anywhere, so that growth never gets stuck.
         oldest = 0 if rng.random() < 0.1 else max(0, len(tokens) - 6)
         node, token = int(rng.integers(oldest, len(tokens))), int(rng.integers(8))
         if (node, token) in taken or depth[node] == MAX_DEPTH:
