@@ -15,12 +15,12 @@ from specinfer_vllm.tree.topology import TokenTrees
 class DraftBatch:
     """The requests that draft this step; all arrays are read-only to a proposer.
 
-    slots      [requests] int64                     the engine's index of a request, the same for its whole life, 0 <= slot < max_num_seqs
-    history    [max_num_seqs, max_model_len] int32  committed tokens, owned by the engine
-    rows       [requests] int64                     request i's tokens are history[rows[i], :lengths[i]]
-    lengths    [requests] int64                     committed tokens, prompt and output; the last one is the tree's root
-    max_depth  [requests] int32                     longest path that may be proposed, 0 = none
-    max_nodes  [requests] int32                     most nodes that may be proposed, 0 = none
+    slots      [requests] int64   the engine's index of a request, the same for its whole life, below max_num_seqs
+    history    [max_num_seqs, max_model_len] int32   committed tokens, owned by the engine
+    rows       [requests] int64   request i's tokens are history[rows[i], :lengths[i]]
+    lengths    [requests] int64   committed tokens, prompt and output; the last one is the tree's root
+    max_depth  [requests] int32   longest path that may be proposed, 0 = none
+    max_nodes  [requests] int32   most nodes that may be proposed, 0 = none
     """
 
     slots: np.ndarray
@@ -43,7 +43,9 @@ class DraftBatch:
 
 @dataclass(frozen=True, eq=False)
 class Observation:
-    """What the last LLM pass showed on the accepted paths: one row per committed token it read, a request's rows in the order of its path.
+    """What the last LLM pass showed on the accepted paths: one row per committed token it read.
+
+    A request's rows stand in the order of its path, its root first.
 
     slots          [rows] int64
     tokens         [rows] int32        the token at the row
@@ -71,15 +73,16 @@ class Proposer(ABC):
     def propose(self, batch: DraftBatch) -> TokenTrees:
         """One tree per request of the batch, in its order, within max_depth and max_nodes; draw_owner is 0.
 
-        Roots carry the last committed token. A node's score is the log of the estimated chance that its whole path is accepted.
+        Roots carry the last committed token. A node's score is the log of the estimated chance that its whole path is
+        accepted.
         """
 
-    def observe(self, observation: Observation) -> None:
+    def observe(self, observation: Observation) -> None:  # noqa: B027
         """Learn from the last LLM pass. The default learns nothing."""
 
     def start(self, slot: int) -> None:
         """A request begins on `slot`. Whatever an earlier request left there must not be seen by this one."""
         self.finish(slot)
 
-    def finish(self, slot: int) -> None:
+    def finish(self, slot: int) -> None:  # noqa: B027
         """The request on `slot` ended or was preempted: drop all of its state. The default has none."""

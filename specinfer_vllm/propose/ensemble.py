@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whatever proposers are configured, as one tree per request."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from specinfer_vllm.propose.proposer import DraftBatch, Observation, Proposer
+from specinfer_vllm.tree.budget import worthwhile
+from specinfer_vllm.tree.expand import narrow, prune, prune_batch
+from specinfer_vllm.tree.merge import merge
+from specinfer_vllm.tree.topology import TokenTrees, depth_first, keep_rows, roots
+
+logger = logging.getLogger("vllm.specinfer")  # below vLLM's logger, so that messages appear in its log
+
+
+class Ensemble:
+    """Runs the proposers one after another, merges their trees and keeps the nodes that are worth their rows.
+
+    proposers    draw_owner in the result is the index into this list
+    merge        "union" of all trees of a request, or its tree of the "first" proposer that has one
+    batch_nodes  most nodes of all requests together, the likeliest of the batch; None = no bound
+    row_cost     time of one more row in a pass, as a share of a pass over one row: nodes not worth theirs are left out
+    branches     most children per node, the likeliest; 1 = chains, None = no bound
+
+    A proposer that raises is left out of this step: the error is logged the first time, counted each time, and the requests
+    go on. One that fails to forget a request is left out for good, since its next answer could rest on that request.
+    """
+
+    def __init__(
+        self,
+        proposers: Sequence[Proposer],
+        merge: str = "union",
+        batch_nodes: int | None = None,
+        row_cost: float = 0.0,
+        branches: int | None = None,
+    ) -> None:
+        if merge not in ("union", "first"):
+            raise ValueError(f"merge: {merge!r} is not known, use 'union' or 'first'")
+        if batch_nodes is not None and batch_nodes < 0:
+            raise ValueError(f"batch_nodes: {batch_nodes} is negative, give 0 or more nodes")
+        if not 0 <= row_cost <= 1:
+            raise ValueError(f"row_cost: {row_cost} is no share of a pass, give 0 to 1")
+        self.proposers = list(proposers)
+        self.names = _distinct([proposer.name for proposer in proposers])
+        self.merge, self.batch_nodes = merge, batch_nodes
+        self.row_cost, self.branches = row_cost, branches
+        self._failures: Counter[str] = Counter()
+        self._logged: set[int] = set()
+        self._retired: set[int] = set()
+
+    @property
+    def num_successors(self) -> int:
+        """How many best next tokens per row the proposers want to observe, 0 = nobody looks."""
+        return max((self.proposers[i].num_successors for i in self._active()), default=0)
+
+    def propose(self, batch: DraftBatch) -> TokenTrees:
+        """One tree per request, depth-first, within max_depth, max_nodes and batch_nodes."""
+        proposed = (self._proposed(i, batch) for i in self._active())
+        trees = [each for each in proposed if each is not None]
+        if not trees:
+            return roots(batch.root_tokens())
+        merged = _first(trees) if self.merge == "first" else merge(trees)
+        if self.branches is not None:
+            merged = narrow(merged, self.branches)
+        merged = prune(merged, np.maximum(batch.max_nodes, 0))
+        total = worthwhile(merged, self.row_cost)
+        if self.batch_nodes is not None:
+            total = min(total, self.batch_nodes)
+        return prune_batch(merged, total, merged.num_nodes)
+
+    def observe(self, observation: Observation) -> None:
+        """Show all proposers what the last LLM pass said."""
+        for i in self._active():
+            if self.proposers[i].num_successors:
+                self._guarded(i, self.proposers[i].observe, observation)
+
+    def start(self, slot: int) -> None:
+        """A request begins on `slot`."""
+        for i in self._active():
+            if not self._guarded(i, self.proposers[i].start, slot):
+                self._retired.add(i)
+
+    def finish(self, slot: int) -> None:
+        """The request on `slot` ended or was preempted."""
+        for i in self._active():
+            if not self._guarded(i, self.proposers[i].finish, slot):
+                self._retired.add(i)
+
+    def take_failures(self) -> Counter[str]:
+        """How often each proposer has raised since this was last asked."""
+        failures, self._failures = self._failures, Counter()
+        return failures
+
+    def _active(self) -> list[int]:
+        return [i for i in range(len(self.proposers)) if i not in self._retired]
+
+    def _proposed(self, index: int, batch: DraftBatch) -> TokenTrees | None:
+        """The proposer's trees, checked and labelled, or None when it raised."""
+        trees: list[TokenTrees] = []
+        self._guarded(index, lambda: trees.append(_labelled(self.proposers[index].propose(batch), index, batch)))
+        return trees[0] if trees else None
+
+    def _guarded(self, index: int, call: Callable, *args: object) -> bool:
+        """Whether the call came back without raising."""
+        try:
+            call(*args)
+        except Exception:
+            name = self.names[index]
+            self._failures[name] += 1
+            if index not in self._logged:
+                self._logged.add(index)
+                logger.exception("proposer %r failed and is left out of this step; further failures are counted", name)
+            return False
+        return True
+
+
+def _labelled(trees: TokenTrees, owner: int, batch: DraftBatch) -> TokenTrees:
+    """The trees with their draws owned by `owner`, cut at max_depth. ValueError: trees of another batch."""
+    if trees.num_requests != batch.num_requests:
+        raise ValueError(f"proposed {trees.num_requests} trees for {batch.num_requests} requests")
+    if (trees.tokens[trees.offsets[:-1]] != batch.root_tokens()).any():
+        raise ValueError("proposed trees whose roots are not the last committed tokens")
+    too_deep = trees.depth > np.maximum(batch.max_depth, 0)[trees.request]
+    if too_deep.any():
+        trees = keep_rows(trees, ~too_deep)
+    return replace(trees, draw_owner=np.full(len(trees.draw_node), owner, np.int16))
+
+
+def _first(trees: Sequence[TokenTrees]) -> TokenTrees:
+    """Per request the first of the trees that has a node."""
+    taken = np.zeros(trees[0].num_requests, bool)
+    chosen = []
+    for each in trees:
+        chosen.append(each.head(np.where(taken, 0, each.num_nodes)))
+        taken |= each.num_nodes > 0
+    return depth_first(chosen[0]) if len(chosen) == 1 else merge(chosen)
+
+
+def _distinct(names: Sequence[str]) -> list[str]:
+    """The names, numbered where one occurs twice: ssm, ssm-2."""
+    seen: Counter[str] = Counter()
+    result = []
+    for name in names:
+        seen[name] += 1
+        result.append(name if seen[name] == 1 else f"{name}-{seen[name]}")
+    return result
