@@ -56,8 +56,8 @@ LAUNCH: tuple[Hook, ...] = (
         "whether reasoning still holds the grammar back",
     ),
     Hook(
-        f"{GRAMMAR}.backend_types",
-        "StructuredOutputGrammar.rollback",
+        f"{GRAMMAR}.backend_xgrammar",
+        "XgrammarGrammar.rollback",
         ("self", "num_tokens"),
         "the grammar goes back one token where a branch ends",
     ),

@@ -57,6 +57,8 @@ class Hook:
     def check(self) -> None:
         """Raise HookMissing, or HookChanged when it is not as we know it."""
         target = self.resolve()
+        if getattr(target, "__isabstractmethod__", False):
+            raise HookMissing(f"{self}: not found (only what it should implement)")
         if self.versions != SUPPORTED_VERSIONS and not is_version_in(vllm_version(), self.versions):
             raise HookChanged(f"{self}: read in vLLM {self.versions} only, and this is {vllm_version()}")
         if not self.parameters:

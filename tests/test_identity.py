@@ -20,7 +20,7 @@ PERSON = {
     "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}, "tags": {"type": "array"}},
     "required": ["name", "age"],
 }
-SMALL_POOL = 44  # blocks of 32 tokens: eight growing requests do not fit, some are preempted
+SMALL_POOL = 32  # blocks of 32 tokens: eight growing requests do not fit, some are preempted
 
 
 @dataclass

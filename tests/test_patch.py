@@ -125,6 +125,12 @@ def test_a_missing_target_is_named(upstream, name):
         patch_of(name).apply()
 
 
+def test_what_is_only_declared_is_missing(upstream):
+    upstream.Host.method.__isabstractmethod__ = True  # an interface may outlive its implementation
+    with pytest.raises(HookMissing, match="^some_upstream.Host.method: not found"):
+        Hook("some_upstream", "Host.method").check()
+
+
 def test_a_missing_module_is_named():
     with pytest.raises(HookMissing, match="^some_upstream.of.old: not found"):
         Hook("some_upstream.of", "old").check()

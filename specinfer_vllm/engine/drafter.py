@@ -15,6 +15,7 @@ from specinfer_vllm.config import TreeOptions
 from specinfer_vllm.engine.requests import RequestSlots
 from specinfer_vllm.engine.step import DraftedTrees
 from specinfer_vllm.metrics import TreeStats
+from specinfer_vllm.patches.llvmlite_library import disown_dict
 from specinfer_vllm.patches.speculative_config import tree_config
 from specinfer_vllm.propose.ensemble import Ensemble
 from specinfer_vllm.propose.ngram import NgramProposer
@@ -36,6 +37,7 @@ class TreeDrafter:
     """
 
     def __init__(self, vllm_config: VllmConfig) -> None:
+        disown_dict()
         self.options = tree_config(vllm_config).tree
         self.max_model_len = vllm_config.model_config.max_model_len
         num_slots = vllm_config.scheduler_config.max_num_seqs

@@ -28,7 +28,8 @@ class Ensemble:
     row_cost     time of one more row in a pass, as a share of a pass over one row: nodes not worth theirs are left out
     branches     most children per node, the likeliest; 1 = chains, None = no bound
 
-    A proposer that raises is left out of this step: the error is logged the first time, counted each time, and the requests
+    A proposer that raises is left out of this step: the error is logged the first time, counted each time, and the
+    requests
     go on. One that fails to forget a request is left out for good, since its next answer could rest on that request.
     """
 

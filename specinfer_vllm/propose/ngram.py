@@ -17,7 +17,8 @@ WEIGHTS = Weights(doubt=8.4, text=1.0, text_growth=2.44, text_fade=0.85)
 class NgramProposer(Proposer):
     """What followed the last tokens earlier in this text, longest match first, as a tree.
 
-    Prompt lookup decoding with branches. Stateless: it reads the history and nothing else. vocab_size bounds what it may
+    Prompt lookup decoding with branches. Stateless: it reads the history and nothing else. vocab_size bounds what it
+    may
     propose, where a text can hold ids past the LLM's vocabulary.
     """
 

@@ -33,12 +33,14 @@ PUBLISHED = Weights(doubt=1.0, own=1.0, own_fade=0.0)
 class RecyclingProposer(Proposer):
     """Proposes what the LLM held likely in like places: its rows of this request, the text so far, and a primer.
 
-    Beyond the paper: of all rows for a token those count most whose context matches longest; the text's own continuations
+    Beyond the paper: of all rows for a token those count most whose context matches longest; the text's own
+    continuations
     vote along, so that a prompt helps before any row exists; and a primer, rows recorded once from the LLM on harmless
     prompts, serves a request from its first step.
 
     num_slots   slots that requests may have
-    shared      every request learns from all others' rows. More hits, but the timing then shows what others asked: a side
+    shared      every request learns from all others' rows. More hits, but the timing then shows what others asked: a
+                side
                 channel. Off by default
     primer      file of rows that SuccessorRows.save wrote, read-only here; None = none. OSError, ValueError: unusable
     max_rows    rows kept of all live requests together, 72 bytes each; the oldest gives way, whoever it belongs to

@@ -5,10 +5,14 @@ In    the committed tokens of each request, and rows of the LLM's best next toke
       voters at a node = the places whose last tokens equal the node's, 1 of them at least, found most recent first
 Out   per request the nodes with the highest estimated chance that their whole path is accepted, best first
 
-A place in the text votes for the token behind it; a row votes for its successors, each by its probability. A vote weighs
-weight * growth^(m - 1) * fade^(voters of its kind before it) for m equal tokens. The estimate for a child is its share of
-all votes and of `doubt`, the weight of what nobody voted for. So one long match silences many short ones, and where only
-short matches exist they are weighed against each other. The context of a node is its path and the text in front of it: a
+A place in the text votes for the token behind it; a row votes for its successors, each by its probability. A vote
+weighs
+weight * growth^(m - 1) * fade^(voters of its kind before it) for m equal tokens. The estimate for a child is its
+share of
+all votes and of `doubt`, the weight of what nobody voted for. So one long match silences many short ones, and where
+only
+short matches exist they are weighed against each other. The context of a node is its path and the text in front of
+it: a
 path that one voter proposed may be continued by another.
 
 Time per request: one pass over the last WINDOW tokens, then at most TEXT_VOTERS + 2 * ROW_VOTERS short looks per node.
