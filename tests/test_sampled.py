@@ -46,8 +46,8 @@ def best(entries: dict) -> list:
 
 
 @pytest.fixture(scope="module")
-def tree(model_path):
-    """An engine whose trees are wide and always there: nodes are verified however unlikely they are."""
+def tree(model_path, exact):
+    """An engine that verifies nodes however unlikely; after `exact`, since one process holds one engine at a time."""
     options = {"method": "tree", "num_nodes": 6, "row_cost": 0}
     with engine(model_path, max_num_seqs=64, max_num_batched_tokens=1024, speculative_config=options) as llm:
         yield llm
