@@ -21,6 +21,8 @@ setup(
         *(f"specinfer_vllm.{name}" for name in find_packages(include=[p for n in INSIDE for p in (n, f"{n}.*")])),
     ],
     package_dir={f"specinfer_vllm.{name}": name for name in INSIDE},
+    # Compiled on the user's machine, for its CPU.
+    package_data={"specinfer_vllm.attention": ["*.cpp"]},
     entry_points={
         "vllm.general_plugins": ["specinfer = specinfer_vllm.plugin:register"],
         "console_scripts": ["specinfer = specinfer_vllm.cli:main"],

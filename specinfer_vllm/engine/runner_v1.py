@@ -143,7 +143,8 @@ class TreeRunnerMixin:
         if not refused.any():
             return None
         self.drafter.stats.undrafted.update(reasons[refused].tolist())
-        if not self.model_config.logprobs_mode.startswith("processed") and not metadata.logprob_token_ids:
+        raw = not self.model_config.logprobs_mode.startswith("processed") and not metadata.logprob_token_ids
+        if raw and not refused.all():
             metadata = replace(metadata, max_num_logprobs=None)  # the rows' own logprobs are gathered for all at once
         return self.sampler(logits[step.rows.roots], metadata), torch.from_numpy(refused)
 
