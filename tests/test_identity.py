@@ -6,12 +6,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 from engines import Answer, answers, differences, engine, greedy, real_chats, shuffled, with_aborts
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
 from specinfer_vllm.bench import prompts as prompt_sets
+from specinfer_vllm.propose.ensemble import Ensemble
+from specinfer_vllm.tree.expand import prune
+from specinfer_vllm.tree.merge import merge
+from specinfer_vllm.tree.topology import from_arrays
 
 pytestmark = pytest.mark.engine
 
@@ -135,7 +140,7 @@ def test_draft_free_trees_change_nothing(plain, free, workload):
 
 def test_the_suite_exercised_what_it_names(plain, free):
     assert free.preemptions > 0 and plain.preemptions > 0
-    assert free.stats["moved"] > 50
+    assert free.stats["moved"] > 10
     assert free.stats["tokens_per_step"] > 1.1
     assert all(free.stats["accepted_by"][name] > 0 for name in ("ngram", "recycling"))
     assert {"penalties", "bad_words", "min_tokens", "token_mask"} <= set(free.stats["undrafted"])
@@ -143,10 +148,33 @@ def test_the_suite_exercised_what_it_names(plain, free):
     assert all(answer.cached > 0 for answer in hits)
 
 
+class WithDecoy(Ensemble):
+    """Puts a child that is always refused in front of every tree's best one, so that every accepted path must move."""
+
+    def propose(self, batch):
+        trees = super().propose(batch)
+        roots = batch.root_tokens()
+        count = len(roots)
+        decoy = from_arrays(
+            offsets=2 * np.arange(count + 1),
+            tokens=np.stack([roots, np.full(count, 1)], axis=1).reshape(-1),
+            parent=np.tile([-1, 0], count),
+        )
+        return prune(merge([trees, decoy]), batch.max_nodes)
+
+
+def test_paths_out_of_place_change_nothing(plain, model_path, monkeypatch):
+    monkeypatch.setattr("specinfer_vllm.engine.drafter.Ensemble", WithDecoy)
+    found = run(model_path, SHORT, speculative_config="tree")
+    assert found.stats["moved"] > 50
+    assert [line for name in SHORT for line in differences(plain.answers[f"short {name}"], found.answers[name])] == []
+
+
 def test_compaction_is_what_keeps_it(plain, model_path, monkeypatch):
-    """Negative control: without moving accepted K/V the same suite must fail."""
+    """Negative control: without moving accepted K/V the same run must fail."""
     from specinfer_vllm.engine.runner_v1 import TreeRunnerMixin
 
+    monkeypatch.setattr("specinfer_vllm.engine.drafter.Ensemble", WithDecoy)
     monkeypatch.setattr(TreeRunnerMixin, "_compact", lambda self, step: None)
     broken = run(model_path, SHORT, speculative_config="tree")
     assert any(differences(plain.answers[f"short {name}"], broken.answers[name]) for name in SHORT)
