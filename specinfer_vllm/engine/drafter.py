@@ -22,6 +22,8 @@ from specinfer_vllm.propose.ngram import NgramProposer
 from specinfer_vllm.propose.proposer import DraftBatch, Observation, Proposer
 from specinfer_vllm.propose.recycling import RecyclingProposer
 
+disown_dict()  # the draft-free proposers have imported numba by now
+
 
 def free_proposer(name: str, options: TreeOptions, vocab_size: int, num_slots: int) -> Proposer:
     """The draft-free proposer of that name."""
@@ -37,7 +39,6 @@ class TreeDrafter:
     """
 
     def __init__(self, vllm_config: VllmConfig) -> None:
-        disown_dict()
         self.options = tree_config(vllm_config).tree
         self.max_model_len = vllm_config.model_config.max_model_len
         num_slots = vllm_config.scheduler_config.max_num_seqs
