@@ -29,8 +29,8 @@ class Ensemble:
     branches     most children per node, the likeliest; 1 = chains, None = no bound
 
     A proposer that raises is left out of this step: the error is logged the first time, counted each time, and the
-    requests
-    go on. One that fails to forget a request is left out for good, since its next answer could rest on that request.
+    requests go on. One that fails to forget a request is left out for good, since its next answer could rest on that
+    request.
     """
 
     def __init__(

@@ -14,17 +14,19 @@ from specinfer_vllm.tree.topology import TokenTrees
 
 WIDTH = 8
 MAX_ROWS = 32768
+# Fitted by coordinate search on 80 recorded greedy chats of SmolLM2-135M-Instruct (MT-bench and HumanEval, 128 tokens
+# each), checked on 80 others: tokens per pass time at 0.035 and 0.05 of a pass per row, with and without a primer. On
+# the others a path estimated at 0.5, 0.7, 0.9 was accepted in 0.58, 0.72, 0.93 of all cases. A row of the own request
+# counts less the longer its context matches, since the text then says the same.
 WEIGHTS = Weights(
-    doubt=24.2,
+    doubt=10.2,
     text=1.0,
-    text_growth=3.48,
-    text_fade=0.85,
-    own=5.65,
-    own_growth=1.7,
-    own_fade=0.85,
-    primer=0.18,
-    primer_growth=6.8,
-    primer_fade=1.0,
+    text_growth=2.92,
+    own=8.0,
+    own_growth=0.15,
+    own_fade=0.72,
+    primer=0.26,
+    primer_growth=5.7,
 )
 # The paper's rule: only the last row of a token counts, whatever stood in front of it.
 PUBLISHED = Weights(doubt=1.0, own=1.0, own_fade=0.0)
@@ -34,9 +36,8 @@ class RecyclingProposer(Proposer):
     """Proposes what the LLM held likely in like places: its rows of this request, the text so far, and a primer.
 
     Beyond the paper: of all rows for a token those count most whose context matches longest; the text's own
-    continuations
-    vote along, so that a prompt helps before any row exists; and a primer, rows recorded once from the LLM on harmless
-    prompts, serves a request from its first step.
+    continuations vote along, so that a prompt helps before any row exists; and a primer, rows recorded once from the
+    LLM on harmless prompts, serves a request from its first step.
 
     num_slots   slots that requests may have
     shared      every request learns from all others' rows. More hits, but the timing then shows what others asked: a
@@ -60,6 +61,9 @@ class RecyclingProposer(Proposer):
     ) -> None:
         if num_slots < 1:
             raise ValueError(f"num_slots: {num_slots} must be at least 1")
+        if shared and weights.primer:  # rows of everybody are like a primer's, not like one's own
+            growth, fade = weights.primer_growth, weights.primer_fade
+            weights = weights._replace(own=weights.primer, own_growth=growth, own_fade=fade)
         self.shared, self.weights = shared, weights
         self.seen = SuccessorRows(max_rows, WIDTH, vocab_size)
         self.primer = SuccessorRows.load(Path(primer), vocab_size) if primer else SuccessorRows(1, WIDTH, vocab_size)

@@ -6,14 +6,10 @@ In    the committed tokens of each request, and rows of the LLM's best next toke
 Out   per request the nodes with the highest estimated chance that their whole path is accepted, best first
 
 A place in the text votes for the token behind it; a row votes for its successors, each by its probability. A vote
-weighs
-weight * growth^(m - 1) * fade^(voters of its kind before it) for m equal tokens. The estimate for a child is its
-share of
-all votes and of `doubt`, the weight of what nobody voted for. So one long match silences many short ones, and where
-only
-short matches exist they are weighed against each other. The context of a node is its path and the text in front of
-it: a
-path that one voter proposed may be continued by another.
+weighs weight * growth^(m - 1) * fade^(voters of its kind before it) for m equal tokens. The estimate for a child is its
+share of all votes and of `doubt`, the weight of what nobody voted for. So one long match silences many short ones, and
+where only short matches exist they are weighed against each other. The context of a node is its path and the text in
+front of it: a path that one voter proposed may be continued by another.
 
 Time per request: one pass over the last WINDOW tokens, then at most TEXT_VOTERS + 2 * ROW_VOTERS short looks per node.
 Nothing is kept between steps.
@@ -38,7 +34,7 @@ LOOKS = 4  # places looked at per voter at most: a bucket also holds other token
 BUCKETS = 8192
 CANDIDATES = 128  # different tokens voted for at one node
 PLACES = 512  # size of the hash of the candidates
-SURE = 0.999
+SURE = 0.94  # the highest estimate for one child: of long matches, too, one in sixteen went wrong
 LEAST = 1e-3  # paths with a smaller estimated chance are not worth a node
 
 
