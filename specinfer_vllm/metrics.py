@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from specinfer_vllm.config import MAX_DEPTH
+
 if TYPE_CHECKING:
     from specinfer_vllm.tree.topology import TokenTrees
 
 
 @dataclass
 class Showcase:
-    """One verified tree to look at: the one with the longest accepted path so far.
+    """One verified tree to look at: of those with branches the one with the longest accepted path so far.
 
     tokens, parent, owners  per row, the root first; owners are the names of the proposers that drew the node
     accepted                local indices of the accepted path
@@ -27,6 +29,17 @@ class Showcase:
     owners: list[list[str]]
     accepted: list[int]
     bonus: int
+
+    @property
+    def rank(self) -> int:
+        """How much there is to see, as `ranks` has it."""
+        is_chain = len(set(self.parent)) == len(self.parent)
+        return int(self.ranks(np.array([len(self.accepted)]), np.array([is_chain]))[0])
+
+    @staticmethod
+    def ranks(accepted: np.ndarray, is_chain: np.ndarray) -> np.ndarray:
+        """How much there is to see in trees [requests] int64: branches before length, nothing without acceptance."""
+        return accepted + np.where(is_chain | (accepted <= 0), 0, MAX_DEPTH)
 
     @classmethod
     def of(cls, trees: TokenTrees, request: int, path: np.ndarray, root: int, bonus: int, names: list[str]) -> Showcase:
@@ -51,7 +64,7 @@ class TreeStats:
     proposed_by         proposer -> verified nodes that carry a draw of it
     undrafted           reason -> request steps served without drafts because of it
     proposer_failures   proposer -> times it raised
-    showcase            the tree with the longest accepted path so far
+    showcase            the tree with the longest accepted path so far, one with branches if there was any
     """
 
     steps: int = 0

@@ -25,7 +25,11 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"starting plain vLLM and vLLM with --speculative-config tree, {how}", flush=True)
     running = {"plain": LLM(**shared), "tree": LLM(**shared, speculative_config="tree")}
     params = SamplingParams(temperature=0, max_tokens=options.tokens)
-    print(f"{len(chats)} prompts (HumanEval, MT-bench), {options.tokens} tokens each, {options.batch} at a time")
+    print(
+        f"{len(chats)} prompts (HumanEval, MT-bench), {options.tokens} tokens each, {options.batch} at a time; "
+        f"a warm-up and {options.repeats} runs of each engine, some minutes",
+        flush=True,
+    )
     messages = [chat.messages for chat in chats]
     timings = engines.alternate(running, messages, params, options.repeats, options.batch)
     stats = running["tree"].collective_rpc("tree_stats")[0]
@@ -65,13 +69,13 @@ def report(llm, timings, stats: dict, different: list[str], picture: Path) -> in
     console.print(f"tokens per LLM step: plain 1.00, tree {stats['tokens_per_step']:.2f} (accepted: {accepted})")
     console.print(
         f"tokens per second: plain {plain.median:.1f} ({plain.spread}), tree {tree.median:.1f} ({tree.spread}), "
-        f"ratio {tree.median / plain.median:.2f}x  [dim](median of {len(plain.rates)} alternating runs)[/]"
+        f"ratio {engines.ratio(tree, plain):.2f}x  [dim](medians of {len(plain.rates)} alternating runs)[/]"
     )
     console.print(f"[dim]{engines.hardware()}[/]\n")
     if stats["showcase"]:
         showcase = Showcase(**stats["showcase"])
         decode = llm.get_tokenizer().decode
-        console.print("the tree with the longest accepted path:")
+        console.print("one step's tree, the one with the longest accepted path among those with branches:")
         console.print(pictures.text(showcase, decode))
         console.print(f"drawn in {pictures.png(showcase, decode, picture)}")
     return 1 if any(not each.endswith(engines.TIED) for each in different) else 0

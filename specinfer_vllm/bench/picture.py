@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from specinfer_vllm.metrics import Showcase
+
+ACCEPTED, BONUS, REFUSED = "#2a7f3f", "#2070b0", "#bdbdbd"
+LEGEND = ((ACCEPTED, "accepted"), (BONUS, "the LLM's own token"), (REFUSED, "refused"))
 
 
 def text(tree: Showcase, decode: Callable[[list[int]], str]):
@@ -26,46 +29,64 @@ def text(tree: Showcase, decode: Callable[[list[int]], str]):
 
 
 def png(tree: Showcase, decode: Callable[[list[int]], str], path: Path) -> Path:
-    """The same as a drawing, roots left. Returns the path."""
+    """The same as a drawing, root left, the accepted path on the first line. Returns the path."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    depth, place = _layout(tree.parent)
-    accepted = {0, *tree.accepted}
-    figure, axes = pyplot.subplots(figsize=(2.2 * (max(depth) + 2), 0.55 * (max(place) + 1) + 1.2))
-    for node in range(1, len(tree.parent)):
-        parent = tree.parent[node]
-        color = "#2a7f3f" if node in accepted and parent in accepted else "#c8c8c8"
-        axes.plot([depth[parent], depth[node]], [-place[parent], -place[node]], color=color, linewidth=2, zorder=1)
-    last = tree.accepted[-1] if tree.accepted else 0
-    axes.plot([depth[last], depth[last] + 1], [-place[last]] * 2, color="#2070b0", linewidth=2, linestyle=":", zorder=1)
-    labels = [(depth[n], place[n], tree.tokens[n], n in accepted, False) for n in range(len(tree.parent))]
-    for x, y, token, on_path, is_bonus in [*labels, (depth[last] + 1, place[last], tree.bonus, True, True)]:
-        edge = "#2070b0" if is_bonus else "#2a7f3f" if on_path else "#b0b0b0"
-        box = {"boxstyle": "round,pad=0.3", "facecolor": "white", "edgecolor": edge, "linewidth": 1.6}
-        name = _quoted(decode, token, escape=False)
-        axes.text(x, -y, name, ha="center", va="center", color="black" if on_path else "#808080", bbox=box, zorder=2)
+    tokens, owners = [*tree.tokens, tree.bonus], [*tree.owners, []]
+    bonus, on_path = len(tree.tokens), {0, *tree.accepted, len(tree.tokens)}
+    parent = [*tree.parent, tree.accepted[-1] if tree.accepted else 0]
+    depth, line = _layout(parent, on_path)
+    figure, axes = pyplot.subplots(figsize=(1.5 * (max(depth) + 1) + 0.6, 0.75 * (max(line) + 1) + 0.9))
+    for node in range(len(tokens)):
+        color = BONUS if node == bonus else ACCEPTED if node in on_path else REFUSED
+        if node:
+            x, y = [depth[parent[node]], depth[node]], [-line[parent[node]], -line[node]]
+            axes.plot(x, y, color=color, linewidth=2, linestyle=":" if node == bonus else "-", zorder=1)
+        box = {"boxstyle": "round,pad=0.35", "facecolor": "white", "edgecolor": color, "linewidth": 1.8}
+        shown = {"ha": "center", "zorder": 2, "color": "black" if node in on_path else "#707070"}
+        axes.text(depth[node], -line[node], _quoted(decode, tokens[node], escape=False), va="center", bbox=box, **shown)
+        names = "root" if node == 0 else "LLM" if node == bonus else ", ".join(owners[node])
+        axes.text(depth[node], -line[node] - 0.36, names, va="center", fontsize=7, **(shown | {"color": "#909090"}))
+    handles = [pyplot.Line2D([], [], color=color, linewidth=3, label=label) for color, label in LEGEND]
+    axes.legend(handles=handles, ncols=len(LEGEND), loc="lower left", bbox_to_anchor=(0, 1), frameon=False, fontsize=9)
     axes.set_axis_off()
-    axes.set_title("One step: green is accepted, blue the LLM's own token, grey refused", fontsize=10)
-    axes.set_xlim(-0.6, max(depth) + 1.6)
-    axes.set_ylim(-max(place) - 0.7, 0.7)
+    axes.set_xlim(-0.5, max(depth) + 0.5)
+    axes.set_ylim(-max(line) - 0.6, 0.5)
     figure.savefig(path, dpi=140, bbox_inches="tight")
     pyplot.close(figure)
     return path
 
 
-def _layout(parent: list[int]) -> tuple[list[int], list[int]]:
-    """Column (depth) and line of each node: a first child stays on its parent's line, every other opens a new one."""
-    depth, place, used, lines = [0], [0], set(), 0
+def _layout(parent: list[int], first: Collection[int]) -> tuple[list[int], list[int]]:
+    """Column (depth) and line of each node: one child stays on its parent's line, every other opens a new one.
+
+    first  nodes that go before their siblings
+    """
+    children: list[list[int]] = [[] for _ in parent]
     for node in range(1, len(parent)):
-        depth.append(depth[parent[node]] + 1)
-        if parent[node] in used:
-            lines += 1
-        place.append(lines if parent[node] in used else place[parent[node]])
-        used.add(parent[node])
-    return depth, place
+        children[parent[node]].append(node)
+    depth, line, used = [0] * len(parent), [0] * len(parent), 0
+    stack = [0]
+    while stack:
+        node = stack.pop()
+        below = sorted(children[node], key=lambda child: child not in first)
+        if node and node != _eldest(children[parent[node]], first):
+            used += 1
+            line[node] = used
+        elif node:
+            line[node] = line[parent[node]]
+        for child in below:
+            depth[child] = depth[node] + 1
+        stack += reversed(below)
+    return depth, line
+
+
+def _eldest(siblings: list[int], first: Collection[int]) -> int:
+    """The sibling that stays on its parent's line."""
+    return min(siblings, key=lambda node: (node not in first, node))
 
 
 def _quoted(decode: Callable[[list[int]], str], token: int, escape: bool = True) -> str:

@@ -248,9 +248,10 @@ class TreeRunnerMixin:
         on_path[accepted[accepted >= 0]] = True
         stats = self.drafter.stats
         stats.observe(step.trees, on_path, emitted, self.drafter.owners)
-        longest = int(emitted.argmax())
-        if stats.showcase is None or emitted[longest] - 1 > len(stats.showcase.accepted):
-            stats.showcase = self._showcase(step, longest, int(emitted[longest]))
+        ranks = Showcase.ranks(emitted - 1, is_chain(step.trees))
+        best = int(ranks.argmax())
+        if ranks[best] > (stats.showcase.rank if stats.showcase else 0):
+            stats.showcase = self._showcase(step, best, int(emitted[best]))
 
     def _showcase(self, step: StepTrees, request: int, emitted: int) -> Showcase:
         """A picture of one request's tree, drawn from what this step knows."""
