@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Every target does all set-up it needs, in .venv, once.
-.PHONY: help setup test test-served demo lint format bench
+.PHONY: help setup test demo lint format bench
 
 READY := .venv/.ready
 PYTHON := .venv/bin/python
@@ -10,7 +10,6 @@ export PYTHONSAFEPATH = 1
 help:
 	@echo "make demo    the same prompts through plain vLLM and through token trees, with a picture of one tree"
 	@echo "make test    lint and all tests"
-	@echo "make test-served  the tests over HTTP and of the examples"
 	@echo "make lint    style checks only"
 	@echo "make format  put the sources into the project's style"
 	@echo "make bench   time trees, merges, proposers and compaction"
@@ -31,14 +30,8 @@ format: $(READY)
 	$(PYTHON) -m ruff check --fix .
 	$(PYTHON) -m ruff format .
 
-# The served tests and the examples start servers of their own and have their own target until CI has seen them pass.
-SERVED := tests/test_served.py tests/test_examples.py
-
 test: lint
-	$(PYTHON) -m pytest $(SERVED:%=--ignore=%)
-
-test-served: $(READY)
-	$(PYTHON) -m pytest $(SERVED)
+	$(PYTHON) -m pytest
 
 demo: $(READY)
 	$(PYTHON) -m specinfer_vllm.bench.demo
