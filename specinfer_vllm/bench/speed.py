@@ -79,7 +79,7 @@ def measured(running: dict, chats: list, params: Any, batch: int, repeats: int) 
         rows[name] = {
             "median": timing.median,
             "runs": timing.rates,
-            "ratio": timing.median / first.median,
+            "ratio": engines.ratio(timing, first),
             "tokens_per_step": per_step(before[name], stats(running[name])),
         }
     return rows, [name for name, timing in timings.items() if timing.token_ids != first.token_ids]
