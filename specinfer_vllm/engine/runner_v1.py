@@ -216,8 +216,9 @@ class TreeRunnerMixin:
         keep = step.accepted.rows >= 0
         keep &= torch.from_numpy(~self.discard_request_mask.np[: len(keep)] & (step.slots != NO_SLOT))[:, None]
         rows = step.accepted.rows[keep]
-        values, successors = logits[rows].topk(best, dim=-1)
-        probabilities = (values - logits[rows].logsumexp(dim=-1, keepdim=True)).exp()
+        picked = logits[rows]
+        values, successors = picked.topk(best, dim=-1)
+        probabilities = (values - picked.logsumexp(dim=-1, keepdim=True)).exp()
         self.drafter.observe(
             Observation(
                 slots=step.slots[step.rows.request[rows].numpy()],
