@@ -14,7 +14,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 
 from specinfer_vllm.attention.cpu_kernel import TILE_COLS, Problem, kernel
-from specinfer_vllm.attention.cpu_kv_layout import CpuKvLayout
+from specinfer_vllm.attention.cpu_kv_layout import CpuKvLayout, layout_of
 from specinfer_vllm.attention.tree_mask import TreeMask
 
 
@@ -125,7 +125,7 @@ class TreeCPUAttentionImpl(CPUAttentionBackendImpl):
         for name in ("alibi_slopes", "sinks"):
             if getattr(self, name) is not None:
                 raise NotImplementedError(f"method 'tree': the LLM's attention uses {name}, not supported on trees yet")
-        return CpuKvLayout.probe(kv_cache.shape[2], self.head_size, kv_cache.dtype, layer.isa)
+        return layout_of(layer, kv_cache)
 
     def fits_kernel(self, query: torch.Tensor, kv_cache: torch.Tensor) -> bool:
         """Whether cpu_kernel.cpp was written for this dtype, packing and shape."""

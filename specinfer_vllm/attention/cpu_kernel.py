@@ -16,6 +16,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from specinfer_vllm.cache_folder import cache_folder
+
 logger = logging.getLogger("vllm.specinfer")
 
 SOURCE = Path(__file__).with_name("cpu_kernel.cpp")
@@ -84,7 +86,7 @@ def build() -> Path:
     compiler = os.environ.get("CXX", "g++")
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
     identity = b"\0".join([SOURCE.read_bytes(), repr(FLAGS).encode(), version, cpu_identity()])
-    root = Path(os.environ.get("SPECINFER_CACHE") or Path.home() / ".cache" / "specinfer-vllm") / "kernels"
+    root = cache_folder() / "kernels"
     library = root / f"tree_attention_{hashlib.sha256(identity).hexdigest()[:16]}.so"
     if not library.exists():
         root.mkdir(parents=True, exist_ok=True)

@@ -8,7 +8,9 @@ probe block is written through the kernel's own store and read back, so every pa
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from vllm import _custom_ops as ops
@@ -59,6 +61,17 @@ class CpuKvLayout:
             )
         offsets[found] = numbers
         return cls(key=offsets[:count].view(block_size, head_dim), value=offsets[count:].view(block_size, head_dim))
+
+
+@functools.cache
+def _probed(block_size: int, head_dim: int, dtype: torch.dtype, isa: str) -> CpuKvLayout:
+    return CpuKvLayout.probe(block_size, head_dim, dtype, isa)
+
+
+def layout_of(layer: Any, kv_cache: torch.Tensor) -> CpuKvLayout:
+    """The packing of an attention layer's cache; layers alike are probed once. Raises ValueError as `probe`."""
+    block_size, content = kv_cache.shape[2:]
+    return _probed(block_size, content // 2, kv_cache.dtype, layer.isa)
 
 
 def _store(numbers: torch.Tensor, block_size: int, head_dim: int, dtype: torch.dtype, isa: str) -> torch.Tensor:

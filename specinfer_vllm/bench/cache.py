@@ -5,21 +5,20 @@ import contextlib
 import fcntl
 import hashlib
 import json
-import os
 import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from specinfer_vllm.cache_folder import cache_folder
+
 MANIFEST = "manifest.json"
 
 
 def folder() -> Path:
     """The cache folder, created where missing: $SPECINFER_CACHE, else specinfer-vllm in the user's own cache folder."""
-    own = os.environ.get("SPECINFER_CACHE")
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    path = Path(own).expanduser() if own else base / "specinfer-vllm"
+    path = cache_folder()
     path.mkdir(parents=True, exist_ok=True)
     return path.resolve()
 

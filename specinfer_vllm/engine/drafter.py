@@ -40,7 +40,6 @@ class TreeDrafter:
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         self.options = tree_config(vllm_config).tree
-        self.max_model_len = vllm_config.model_config.max_model_len
         num_slots = vllm_config.scheduler_config.max_num_seqs
         vocab_size = vllm_config.model_config.get_vocab_size()
         self.slots = RequestSlots(num_slots, self.options.seed)

@@ -17,7 +17,7 @@ from vllm.v1.outputs import DraftTokenIds, LogprobsTensors, SamplerOutput
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from specinfer_vllm.attention.cpu import TreePass
-from specinfer_vllm.attention.cpu_kv_layout import CpuKvLayout
+from specinfer_vllm.attention.cpu_kv_layout import layout_of
 from specinfer_vllm.attention.tree_mask import TreeMask
 from specinfer_vllm.engine import sampling
 from specinfer_vllm.engine.draft_tokens import TreeDraftTokenIds
@@ -39,6 +39,8 @@ class StepTrees:
 
     query_rows  [rows] int64        row of the LLM's input
     root_index  [requests] int64    sequence index of the root
+    slots       [requests] int64    the engine's, NO_SLOT without one
+    chains      [requests] bool     the nodes form a path
     mask        None when every tree is a chain: causal attention says the same
     """
 
@@ -47,6 +49,7 @@ class StepTrees:
     query_rows: torch.Tensor
     root_index: torch.Tensor
     slots: np.ndarray
+    chains: np.ndarray
     mask: TreeMask | None
     accepted: Accepted | None = None
 
@@ -95,12 +98,13 @@ class TreeRunnerMixin:
         seq_len = self.optimistic_seq_lens_cpu[: len(request_ids)].to(torch.int64)
         root_index = seq_len - 1 - torch.from_numpy(trees.num_nodes)
         covers_all = trees.num_rows == scheduler_output.total_num_scheduled_tokens
-        wide = np.flatnonzero(~is_chain(trees))
+        chains = is_chain(trees)
+        wide = np.flatnonzero(~chains)
         mask = build_mask(trees, wide, query_rows, root_index, covers_all) if len(wide) else None
         if mask is not None:
             # vLLM has derived the slots from linear positions; only now may the positions become depths.
             self.positions[query_rows] = root_index[rows.request] + rows.depth
-        return StepTrees(trees, rows, query_rows, root_index, self.drafter.slots.of(request_ids), mask)
+        return StepTrees(trees, rows, query_rows, root_index, self.drafter.slots.of(request_ids), chains, mask)
 
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
         built = super()._build_attention_metadata(*args, **kwargs)
@@ -169,7 +173,7 @@ class TreeRunnerMixin:
         """One compaction per KV cache group and shape of the LLM's layers; SSMs re-read the path instead."""
         if self.compactions is None:
             self.compactions = [
-                (group, CpuKvCompaction([layer.kv_cache for layer in layers], self._layout(layers[0])))
+                (group, CpuKvCompaction([layer.kv_cache for layer in layers], layout_of(layers[0], layers[0].kv_cache)))
                 for group, layers in self._llm_layers()
             ]
         return self.compactions
@@ -185,9 +189,6 @@ class TreeRunnerMixin:
                     continue
                 shapes.setdefault((group, tuple(layer.kv_cache.shape)), []).append(layer)
         return [(group, layers) for (group, _), layers in shapes.items()]
-
-    def _layout(self, layer: Any) -> CpuKvLayout:
-        return CpuKvLayout.probe(layer.kv_cache.shape[2], layer.head_size, layer.kv_cache.dtype, layer.isa)
 
     def _logprobs(self, step: StepTrees, logits: torch.Tensor, metadata: Any, stock: Any) -> LogprobsTensors | None:
         """Logprobs of every emitted token from the row that emitted it, [requests * width] rows for vLLM to filter."""
@@ -249,7 +250,7 @@ class TreeRunnerMixin:
         on_path[accepted[accepted >= 0]] = True
         stats = self.drafter.stats
         stats.observe(step.trees, on_path, emitted, self.drafter.owners)
-        ranks = Showcase.ranks(emitted - 1, is_chain(step.trees))
+        ranks = Showcase.ranks(emitted - 1, step.chains)
         best = int(ranks.argmax())
         if ranks[best] > (stats.showcase.rank if stats.showcase else 0):
             stats.showcase = self._showcase(step, best, int(emitted[best]))

@@ -11,6 +11,8 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.sample.sampler import Sampler
 
+from specinfer_vllm.verify.naive import sample
+
 # vLLM's own bound: a lower temperature is greedy.
 GREEDY_BELOW = 1e-5
 
@@ -65,8 +67,6 @@ def choose(logits: torch.Tensor, metadata: SamplingMetadata, request: torch.Tens
 
     coin()  [rows] float64 in [0, 1), only called when some request samples
     """
-    from specinfer_vllm.verify.naive import sample
-
     if metadata.all_greedy:
         return Sampler.greedy_sample(logits.to(torch.float32)).view(-1).to(torch.int64)
     sampled = sample(law(logits, metadata, request), coin())

@@ -8,8 +8,9 @@ holds nothing of any user's, so all requests may share it.
 from __future__ import annotations
 
 import hashlib
-import os
 from pathlib import Path
+
+from specinfer_vllm.cache_folder import cache_folder
 
 
 def primer_path(model: str | Path, revision: str | None = None) -> Path:
@@ -18,9 +19,4 @@ def primer_path(model: str | Path, revision: str | None = None) -> Path:
     model     folder or hub id, as vLLM is given it; a primer of another model costs acceptance, never correctness
     """
     name = str(Path(model).resolve()) if Path(model).is_dir() else f"{model}@{revision or 'main'}"
-    root = Path(os.environ.get("SPECINFER_CACHE") or _user_cache() / "specinfer-vllm").expanduser()
-    return root / "primers" / f"{Path(model).name}-{hashlib.sha256(name.encode()).hexdigest()[:12]}.npz"
-
-
-def _user_cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache_folder() / "primers" / f"{Path(model).name}-{hashlib.sha256(name.encode()).hexdigest()[:12]}.npz"

@@ -27,6 +27,7 @@ from specinfer_vllm.config import ssm_slots
 from specinfer_vllm.engine.vocabulary import draftable_tokens
 from specinfer_vllm.patches.speculative_config import tree_config
 from specinfer_vllm.propose.proposer import DraftBatch, Proposer
+from specinfer_vllm.tree.expand import level_sizes
 from specinfer_vllm.tree.topology import TokenTrees, from_arrays, keep_rows, roots
 
 
@@ -253,7 +254,7 @@ class SsmProposer(Proposer):
         """Nodes read on each level."""
         if self.expansion is None:
             return [self.options.width] * self.max_depth
-        return np.cumprod(self.expansion).tolist()
+        return level_sizes(self.expansion)
 
     def run(
         self,
