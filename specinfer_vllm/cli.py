@@ -131,6 +131,26 @@ def as_row(option: dict[str, Any]) -> tuple[str, ...]:
     return option["name"], option["type"], span, shown, option["help"]
 
 
+# -- primer ------------------------------------------------------------------------------------------------------------
+
+
+def add_primer(commands: Any) -> None:
+    """`specinfer primer MODEL`: what bench.primer does, under the name that users meet."""
+    parser = commands.add_parser(
+        "primer", help="record once what an LLM writes to harmless prompts, for recycling from a request's first step"
+    )
+    parser.add_argument("model", nargs="?", help="folder or hub id (default: SmolLM2-135M-Instruct, as in the demo)")
+    parser.add_argument("--out", help="file to write; default: where the engine looks for it")
+    parser.set_defaults(run=primer)
+
+
+def primer(given: argparse.Namespace) -> int:
+    """Make a primer and print where it lies."""
+    from specinfer_vllm.bench import primer as maker
+
+    return maker.main([*([given.model] if given.model else []), *(["--out", given.out] if given.out else [])])
+
+
 # -- printing ----------------------------------------------------------------------------------------------------------
 
 
@@ -170,7 +190,7 @@ def print_plain(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
 
 
 # One function per sub-command; each adds its parser and sets `run`.
-COMMANDS: tuple[Callable[[Any], None], ...] = (add_doctor, add_options)
+COMMANDS: tuple[Callable[[Any], None], ...] = (add_doctor, add_options, add_primer)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -23,6 +23,7 @@ MAX_BATCH_NODES = 1 << 20
 MAX_DEPTH = 64
 MAX_WIDTH = 64
 MAX_SSMS = 8
+AUTO, NONE = "auto", "none"
 DEFAULT_NODES = 8
 DEFAULT_DEPTH = 8
 DEFAULT_ROW_COST = 0.05  # measured on CPUs: 0.035 to 0.06 of a pass over one row
@@ -103,6 +104,11 @@ class TreeOptions:
     share_recycling: bool = option(
         False, "one recycling table for all requests: more hits, but a timing side channel between users"
     )
+    primer: str = option(
+        "auto",
+        "what recycling knows before a request's first step: a file from specinfer primer, 'none', or 'auto' for "
+        "this LLM's own if one was made",
+    )
     seed: int = option(0, "seed of the draws and coins of requests that bring no seed", "", 0, 2**63 - 1)
 
     @classmethod
@@ -121,6 +127,8 @@ class TreeOptions:
             given["proposers"] = tuple(entries(given, "proposers"))
         if given.get("expansion") is not None:
             given["expansion"] = read_expansion(given["expansion"], f"{WHERE}.expansion")
+        if isinstance(given.get("primer"), (str, os.PathLike)):
+            given["primer"] = os.path.expanduser(given["primer"])
         options = cls(**given)
         options.check()
         return options
@@ -149,6 +157,12 @@ class TreeOptions:
             raise TreeOptionError(
                 f"{WHERE}.share_recycling: 'recycling' is not among the proposers; add it to {WHERE}.proposers "
                 "or leave share_recycling out"
+            )
+
+        if self.primer not in (AUTO, NONE) and "recycling" not in self.free_proposers:
+            raise TreeOptionError(
+                f"{WHERE}.primer: only 'recycling' reads it, which is not among the proposers; add it to "
+                f"{WHERE}.proposers or leave primer out"
             )
 
     def _check_shape(self) -> None:

@@ -151,6 +151,8 @@ REFUSED = {
         "depth: 1 is less than the 2",
     ),
     "nodes above the step's": ({"num_nodes": 9, "batch_nodes": 8}, "num_nodes: 9 is more than .* batch_nodes=8; raise"),
+    "a primer that nobody reads": ({"primer": "rows.npz", "proposers": "ngram"}, "primer: only 'recycling' reads it"),
+    "a primer that is no text": ({"primer": 3}, "primer: 3 is not text"),
     "table without its proposer": (
         {"share_recycling": True, "proposers": "ngram"},
         "share_recycling: 'recycling' is not",

@@ -20,6 +20,8 @@ from specinfer_vllm.engine import launch  # noqa: E402
 from specinfer_vllm.engine.vocabulary import draftable_tokens  # noqa: E402
 from specinfer_vllm.patches import hooks  # noqa: E402
 from specinfer_vllm.patches.patch import Hook  # noqa: E402
+from specinfer_vllm.propose.primer import find_primer, primer_path  # noqa: E402
+from specinfer_vllm.propose.successors import SuccessorRows  # noqa: E402
 
 CONTEXT = 256
 VOCABULARY = 49152
@@ -340,3 +342,42 @@ def test_an_ssm_that_cannot_be_split_like_the_llm_is_refused(configure, folder):
         TreeOptionError, match=r"ssms\[0\]: .* cannot run on the LLM's ranks \(.*9.*\); use another SSM"
     ):
         launch.check(config)
+
+
+# -- primer ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def primer(tmp_path):
+    """A primer file for a vocabulary."""
+
+    def make(path: Path, vocab_size: int = VOCABULARY) -> Path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        SuccessorRows(4, 2, vocab_size).save(path)
+        return path
+
+    return make
+
+
+def test_a_primer_that_cannot_be_read_is_refused(configure, primer, tmp_path):
+    (tmp_path / "text.npz").write_text("no primer")
+    for name, said in {"missing.npz": "No such file", "text.npz": "is no primer"}.items():
+        with pytest.raises(TreeOptionError, match=rf"primer: .*{said}.*primer='none'"):
+            configure({"primer": str(tmp_path / name)})
+    other = primer(tmp_path / "other.npz", VOCABULARY + 1)
+    with pytest.raises(TreeOptionError, match=r"primer: .*vocabulary of 49153 tokens, this LLM has 49152"):
+        configure({"primer": other})
+
+
+def test_the_llms_own_primer_is_found(configure, primer, model_path, monkeypatch, tmp_path):
+    monkeypatch.setenv("SPECINFER_CACHE", str(tmp_path))
+    assert find_primer("auto", model_path) is None
+    configure()
+    own = primer(primer_path(model_path))
+    assert find_primer("auto", model_path) == own and find_primer("none", model_path) is None
+    configure()
+    own.write_text("cut short by a full disk")
+    with pytest.raises(TreeOptionError, match="primer: .*is no primer"):
+        configure()
+    configure({"primer": "none"})
+    configure({"proposers": ["ngram"]})

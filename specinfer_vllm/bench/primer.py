@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes an LLM's primer: what it writes to these prompts, and what else it held likely at each place.
 
-`python -m specinfer_vllm.bench.primer MODEL` takes about two minutes for SmolLM2-135M on two cores, once per LLM. The
+`specinfer primer MODEL` takes about two minutes for SmolLM2-135M on two cores, once per LLM. The
 prompts are plain tasks of many kinds and belong to no benchmark.
 """
 

@@ -245,7 +245,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def parse_error(primer: Path) -> None:
     """Say that a primer is missing, and end."""
-    raise SystemExit(f"--primer: {primer} does not exist; make one with `python -m specinfer_vllm.bench.primer`")
+    raise SystemExit(f"--primer: {primer} does not exist; make one with `specinfer primer`")
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:

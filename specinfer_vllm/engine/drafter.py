@@ -11,7 +11,6 @@ from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingParams
 
 from specinfer_vllm.attention.cpu_kernel import kernel
-from specinfer_vllm.config import TreeOptions
 from specinfer_vllm.engine.requests import RequestSlots
 from specinfer_vllm.engine.step import DraftedTrees
 from specinfer_vllm.metrics import TreeStats
@@ -19,17 +18,24 @@ from specinfer_vllm.patches.llvmlite_library import disown_dict
 from specinfer_vllm.patches.speculative_config import tree_config
 from specinfer_vllm.propose.ensemble import Ensemble
 from specinfer_vllm.propose.ngram import NgramProposer
+from specinfer_vllm.propose.primer import find_primer
 from specinfer_vllm.propose.proposer import DraftBatch, Observation, Proposer
 from specinfer_vllm.propose.recycling import RecyclingProposer
 
 disown_dict()  # the draft-free proposers have imported numba by now
 
 
-def free_proposer(name: str, options: TreeOptions, vocab_size: int, num_slots: int) -> Proposer:
+def free_proposer(name: str, vllm_config: VllmConfig) -> Proposer:
     """The draft-free proposer of that name."""
+    options, model = tree_config(vllm_config).tree, vllm_config.model_config
     if name == "ngram":
-        return NgramProposer(vocab_size)
-    return RecyclingProposer(vocab_size=vocab_size, num_slots=num_slots, shared=options.share_recycling)
+        return NgramProposer(model.get_vocab_size())
+    return RecyclingProposer(
+        vocab_size=model.get_vocab_size(),
+        num_slots=vllm_config.scheduler_config.max_num_seqs,
+        shared=options.share_recycling,
+        primer=find_primer(options.primer, model.model, model.revision),
+    )
 
 
 class TreeDrafter:
@@ -41,10 +47,9 @@ class TreeDrafter:
     def __init__(self, vllm_config: VllmConfig) -> None:
         self.options = tree_config(vllm_config).tree
         num_slots = vllm_config.scheduler_config.max_num_seqs
-        vocab_size = vllm_config.model_config.get_vocab_size()
         self.slots = RequestSlots(num_slots, self.options.seed)
         self.ssms = self._ssms(vllm_config)
-        self.free = [free_proposer(name, self.options, vocab_size, num_slots) for name in self.options.free_proposers]
+        self.free = [free_proposer(name, vllm_config) for name in self.options.free_proposers]
         self.ensemble = Ensemble(
             [*self.ssms, *self.free],
             merge=self.options.merge,

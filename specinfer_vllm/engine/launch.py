@@ -13,6 +13,7 @@ from specinfer_vllm.engine.vocabulary import check_ssm
 from specinfer_vllm.patches import hooks
 from specinfer_vllm.patches.patch import HookMissing
 from specinfer_vllm.patches.speculative_config import tree_config
+from specinfer_vllm.propose.primer import check_primer, find_primer
 
 logger = logging.getLogger("vllm.specinfer")
 
@@ -183,6 +184,7 @@ def check(config: Any) -> None:
     if dtype not in FLOATS:
         raise TreeOptionError(f"kv_cache_dtype={dtype!r}: not supported with method 'tree': {QUANTISED}")
     check_lengths(tree, config.model_config.max_model_len)
+    check_primer_file(tree, config.model_config)
     for index in range(len(tree.ssms)):
         check_ssm(tree.ssms[index], index, config)
     explain_budget(config, tree)
@@ -202,6 +204,19 @@ def check_lengths(tree: TreeOptions, max_model_len: int) -> None:
             f"{WHERE}.num_nodes: {tree.num_nodes} nodes never fit max_model_len={max_model_len}; "
             f"use at most {room} or raise max_model_len"
         )
+
+
+def check_primer_file(tree: TreeOptions, model: Any) -> None:
+    """Raise TreeOptionError for a primer that the worker could not read. model: ModelConfig."""
+    if "recycling" not in tree.free_proposers:
+        return
+    path = find_primer(tree.primer, model.model, model.revision)
+    if path is None:
+        return
+    try:
+        check_primer(path, model.get_vocab_size())
+    except (OSError, ValueError) as error:
+        raise TreeOptionError(f"{WHERE}.primer: {error}; or use primer='none'") from error
 
 
 def explain_budget(config: Any, tree: TreeOptions) -> None:

@@ -25,6 +25,7 @@ from specinfer_vllm.engine.drafter import TreeDrafter
 from specinfer_vllm.engine.kv_compaction import CpuKvCompaction, moves, physical_slots
 from specinfer_vllm.engine.requests import NO_SLOT
 from specinfer_vllm.engine.step import is_chain
+from specinfer_vllm.engine.successors import best_successors
 from specinfer_vllm.metrics import Showcase
 from specinfer_vllm.propose.proposer import DraftBatch, Observation
 from specinfer_vllm.propose.ssm import SsmStep
@@ -217,15 +218,13 @@ class TreeRunnerMixin:
         keep = step.accepted.rows >= 0
         keep &= torch.from_numpy(~self.discard_request_mask.np[: len(keep)] & (step.slots != NO_SLOT))[:, None]
         rows = step.accepted.rows[keep]
-        picked = logits[rows]
-        values, successors = picked.topk(best, dim=-1)
-        probabilities = (values - picked.logsumexp(dim=-1, keepdim=True)).exp()
+        successors, probabilities = best_successors(logits, rows, best)
         self.drafter.observe(
             Observation(
                 slots=step.slots[step.rows.request[rows].numpy()],
                 tokens=self.input_ids.cpu[step.query_rows[rows]].numpy().astype(np.int32),
                 successors=successors.numpy().astype(np.int32),
-                probabilities=probabilities.float().numpy(),
+                probabilities=probabilities.numpy(),
             )
         )
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where an LLM's primer lies: rows of its best next tokens, recorded once, for recycling from a request's first step.
 
-A primer is made by `python -m specinfer_vllm.bench.primer MODEL` from fixed prompts. It is read-only while serving and
+A primer is made by `specinfer primer MODEL` from fixed prompts. It is read-only while serving and
 holds nothing of any user's, so all requests may share it.
 """
 
@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from zipfile import BadZipFile
+
+import numpy as np
 
 from specinfer_vllm.cache_folder import cache_folder
 
@@ -20,3 +23,30 @@ def primer_path(model: str | Path, revision: str | None = None) -> Path:
     """
     name = str(Path(model).resolve()) if Path(model).is_dir() else f"{model}@{revision or 'main'}"
     return cache_folder() / "primers" / f"{Path(model).name}-{hashlib.sha256(name.encode()).hexdigest()[:12]}.npz"
+
+
+def find_primer(wanted: str, model: str | Path, revision: str | None = None) -> Path | None:
+    """The file that the option `primer` means: `auto` = the model's own if it was made, `none`, or a path."""
+    if wanted == "none":
+        return None
+    if wanted != "auto":
+        return Path(wanted)
+    own = primer_path(model, revision)
+    return own if own.is_file() else None
+
+
+def check_primer(path: Path, vocab_size: int) -> None:
+    """Raise OSError or ValueError, saying what to do, for a file that is no primer of an LLM with this vocabulary."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            missing = {"vocab_size", "context", "successors", "probabilities"} - set(getattr(file, "files", ()))
+            recorded = vocab_size if missing else int(file["vocab_size"])
+    except (ValueError, EOFError, AttributeError, BadZipFile, TypeError) as error:
+        raise ValueError(f"{path}: is no primer ({error}); make one with `specinfer primer`") from error
+    if missing:
+        raise ValueError(f"{path}: lacks {', '.join(sorted(missing))}; make it again with `specinfer primer`")
+    if recorded != vocab_size:
+        raise ValueError(
+            f"{path}: made for a vocabulary of {recorded} tokens, this LLM has {vocab_size}; "
+            "make one of this LLM with `specinfer primer`"
+        )

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numba
 import numpy as np
 
+from specinfer_vllm.propose.primer import check_primer
 from specinfer_vllm.propose.proposer import Observation
 
 CONTEXT = 4  # tokens of context kept per row, the row's own token included
@@ -117,16 +118,9 @@ class SuccessorRows:
 
         OSError: cannot be read. ValueError: another vocabulary, or not such a file.
         """
+        check_primer(path, vocab_size)
         with np.load(path, allow_pickle=False) as file:
-            missing = {"vocab_size", "context", "successors", "probabilities"} - set(file.files)
-            if missing:
-                raise ValueError(f"{path}: lacks {', '.join(sorted(missing))}; record the primer again")
             context, successors, probabilities = (file[name] for name in ("context", "successors", "probabilities"))
-            if int(file["vocab_size"]) != vocab_size:
-                raise ValueError(
-                    f"{path}: made for a vocabulary of {int(file['vocab_size'])} tokens, this LLM has {vocab_size}; "
-                    "record it with this LLM"
-                )
         count = len(context) if max_rows is None else min(max_rows, len(context))
         if (
             context.shape[1:] != (CONTEXT,)
