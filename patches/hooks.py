@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from specinfer_vllm.patches import cpu_attention, cpu_worker
-from specinfer_vllm.patches.engine_args import PATCHES
-from specinfer_vllm.patches.patch import Hook
+from specinfer_vllm.patches import cpu_attention, cpu_worker, engine_args, logits_processors
+from specinfer_vllm.patches.patch import Hook, Patch
 
 # 0.33 gives each request of a mask a fixed number of rows; engine/scheduler.py packs them as 0.32 does.
 PACKED_MASKS = ">=0.32,<0.33"
@@ -21,6 +20,9 @@ SCHEDULER = "vllm.v1.core.sched.scheduler"
 GRAMMAR = "vllm.v1.structured_output"
 CPU_ATTENTION = "vllm.v1.attention.backends.cpu_attn"
 CPU_RUNNER = "vllm.v1.worker.cpu_model_runner"
+
+# What the plug-in replaces in every process; the other hooks are subclassed or called.
+PATCHES: tuple[type[Patch], ...] = (*engine_args.PATCHES, *logits_processors.PATCHES)
 
 PLUGIN: tuple[Hook, ...] = (
     *(patch.target for patch in PATCHES),
@@ -89,6 +91,13 @@ LAUNCH: tuple[Hook, ...] = (
 
 RUNNER: tuple[Hook, ...] = (
     cpu_worker.RUNNER,
+    logits_processors.TreeLoadsEveryProcessor.target,
+    Hook(
+        "vllm.v1.sample.sampler",
+        "Sampler.apply_logits_processors",
+        ("self", "logits", "sampling_metadata", "predict_bonus_token"),
+        "sampling parameters are applied row by row",
+    ),
     Hook(
         "vllm.v1.worker.cpu_worker", "CPUWorker.init_device", ("self",), "the runner and the backend are chosen there"
     ),

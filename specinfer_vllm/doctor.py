@@ -14,7 +14,6 @@ from typing import Any
 
 from specinfer_vllm import __version__, plugin
 from specinfer_vllm.patches import hooks
-from specinfer_vllm.patches.engine_args import PATCHES
 from specinfer_vllm.patches.patch import SUPPORTED_VERSIONS, Hook, HookChanged, HookMissing, is_version_in, vllm_version
 
 GROUP = "vllm.general_plugins"
@@ -151,5 +150,6 @@ def find(hook: Hook) -> HookFinding:
         state, detail = CHANGED, str(changed)
     except HookMissing as missing:
         state, detail = MISSING, str(missing)
-    use = next((PATCHED if patch.is_applied() else UNPATCHED for patch in PATCHES if patch.target is hook), RELIED_ON)
+    patch = next((each for each in hooks.PATCHES if each.target is hook), None)
+    use = RELIED_ON if patch is None else PATCHED if patch.is_applied() else UNPATCHED
     return HookFinding(str(hook), use, hook.reason, hook.versions, state, detail)

@@ -40,12 +40,11 @@ def apply_patches() -> None:
     fails is taken back.
     """
     from specinfer_vllm.patches import hooks
-    from specinfer_vllm.patches.engine_args import PATCHES
 
     hooks.check(hooks.PLUGIN)
     applied = []
     try:
-        for patch in PATCHES:
+        for patch in hooks.PATCHES:
             if not patch.is_applied():
                 patch.apply()
                 applied.append(patch)

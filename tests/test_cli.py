@@ -99,7 +99,7 @@ def test_the_command_finds_everything_here():
     said = json.loads(done.stdout)
     assert (done.returncode, said["ok"], said["problems"]) == (0, True, []), done.stderr
     assert {each["state"] for each in said["hooks"]} == {"found"}
-    assert sum(each["use"] == "patched" for each in said["hooks"]) == 3
+    assert sum(each["use"] == "patched" for each in said["hooks"]) == 4
     assert said["plugin"] == {"entry_point": "specinfer_vllm.plugin:register", "allowed": True, "VLLM_PLUGINS": None}
     assert all(said["versions"][name] for name in ("vllm", "torch", "python", "platform"))
     assert said["device"] == "cpu"

@@ -2,7 +2,8 @@
 """Tokens per LLM step of the draft-free proposers, without an LLM: recorded greedy chats are drafted for step by step.
 
 `record` lets plain vLLM write 60 chats of 128 tokens once; `replay` drives the served engine's own proposers over them.
-A greedy step accepts the deepest path that equals the recorded text, so the count is what the engine would give.
+A greedy step accepts the deepest path that equals the recorded text, so the count is what the engine would give;
+`serve` asks the engine itself and prints both.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -217,6 +219,43 @@ def print_speed(recorded: Recording, primer: Path | None, batches: list[int], co
                 )
 
 
+def served(llm: Any, recorded: Recording) -> float:
+    """Tokens per LLM step of a tree engine on the recording's prompts, each request's first pass left out as in replay.
+
+    llm  vLLM's LLM with method tree. AssertionError: its texts are not the recorded ones
+    """
+    from vllm import SamplingParams
+
+    chats = range(recorded.num_chats)
+    outputs = [recorded.text(chat)[0][recorded.text(chat)[1] :] for chat in chats]
+    prompts = [{"prompt_token_ids": recorded.text(chat)[0][: recorded.text(chat)[1]].tolist()} for chat in chats]
+    params = [SamplingParams(temperature=0, max_tokens=len(output)) for output in outputs]
+    before = llm.collective_rpc("tree_stats")[0]
+    answers = llm.generate(prompts, params)
+    after = llm.collective_rpc("tree_stats")[0]
+    same = [list(a.outputs[0].token_ids) == o.tolist() for a, o in zip(answers, outputs, strict=True)]
+    assert sum(same) >= 0.95 * len(same), f"{same.count(False)} of {len(same)} texts are not the recorded ones"
+    tokens, steps = (after[name] - before[name] - recorded.num_chats for name in ("tokens", "request_steps"))
+    return tokens / steps
+
+
+def print_served(recorded: Recording, model: str | Path, sizes: list[int]) -> None:
+    """Tokens per LLM step, served and simulated, of ngram and recycling merged."""
+    from specinfer_vllm.bench import engines
+
+    engines.use_all_cores()
+    from vllm import LLM
+
+    print("| nodes | simulated | served | served / simulated |\n|---|---|---|---|")
+    for nodes in sizes:
+        options = {"method": "tree", "num_nodes": nodes, "row_cost": 0, "primer": "none"}
+        llm = LLM(**engines.settings(model, False, 1), speculative_config=options)
+        engine = served(llm, recorded)
+        simulated = replay(recorded, Ensemble(makers(recorded.vocab_size, 1, None)["ngram + recycling"]()), nodes)
+        print(f"| {nodes} | {simulated.per_step:.3f} | {engine:.3f} | {engine / simulated.per_step:.3f} |", flush=True)
+        del llm
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Record, or replay and print tables."""
     options = parse(arguments)
@@ -236,6 +275,11 @@ def main(arguments: list[str] | None = None) -> int:
     recorded = Recording.load(path)
     if options.chats:
         recorded = recorded.head(options.chats)
+    if options.what == "serve":
+        from specinfer_vllm.bench import smollm2
+
+        print_served(recorded, options.model or smollm2.model_path(), options.nodes)
+        return 0
     primer = options.primer if options.primer is None or options.primer.exists() else parse_error(options.primer)
     print_table(recorded, primer, options.nodes)
     if options.batch:
@@ -251,13 +295,15 @@ def parse_error(primer: Path) -> None:
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The options."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=["record", "replay"])
+    parser.add_argument("what", choices=["record", "replay", "serve"])
     parser.add_argument("--recording", type=Path, help="file of the chats (default: in the cache folder)")
-    parser.add_argument("--model", help="record: folder or hub id (default: SmolLM2-135M-Instruct, as in the demo)")
+    parser.add_argument("--model", help="record, serve: folder or hub id (default: the demo's model)")
     parser.add_argument("--chats", type=int, default=CHATS, help=f"chats, half from each prompt set (default {CHATS})")
     parser.add_argument("--tokens", type=int, default=TOKENS, help=f"record: output tokens per chat (default {TOKENS})")
     parser.add_argument("--primer", type=Path, help="replay: a primer to compare with")
-    parser.add_argument("--nodes", type=int, nargs="+", default=[1, 2, 3, 4, 8, 16, 32], help="replay: tree sizes")
+    parser.add_argument(
+        "--nodes", type=int, nargs="+", default=[1, 2, 3, 4, 8, 16, 32], help="replay, serve: tree sizes"
+    )
     parser.add_argument("--batch", type=int, nargs="*", default=[], help="replay: batch sizes to estimate the speed of")
     parser.add_argument(
         "--row-cost", type=float, nargs="+", default=[0.03, 0.04, 0.05], help="replay: row costs to try"

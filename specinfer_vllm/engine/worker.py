@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from specinfer_vllm.patches import cpu_attention, cpu_worker
+from specinfer_vllm.patches import cpu_attention, cpu_worker, logits_processors
 
 
 class TreeCPUWorker(CPUWorker):
@@ -18,7 +18,7 @@ class TreeCPUWorker(CPUWorker):
         from specinfer_vllm.engine.runner_v1 import TreeCPUModelRunner
 
         cpu_attention.register()
-        with cpu_worker.runner_class(TreeCPUModelRunner):
+        with cpu_worker.runner_class(TreeCPUModelRunner), logits_processors.every_processor():
             super().init_device()
 
     def tree_stats(self) -> dict[str, Any]:
