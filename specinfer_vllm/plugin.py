@@ -8,6 +8,7 @@ host: on a vLLM it does not know, it names the missing hook and stands aside.
 from __future__ import annotations
 
 import logging
+import sys
 
 from specinfer_vllm.patches.patch import SUPPORTED_VERSIONS, HookMissing, is_version_in, vllm_version
 
@@ -40,6 +41,7 @@ def apply_patches() -> None:
     fails is taken back.
     """
     from specinfer_vllm.patches import hooks
+    from specinfer_vllm.patches.llvmlite_library import disown_dict
 
     hooks.check(hooks.PLUGIN)
     applied = []
@@ -52,6 +54,8 @@ def apply_patches() -> None:
         for patch in reversed(applied):
             patch.revert()
         raise
+    if "llvmlite" in sys.modules:  # a script that imports numba is imported again by each process that it spawns
+        disown_dict()
 
 
 def device() -> tuple[str, str | None]:

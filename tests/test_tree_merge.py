@@ -89,7 +89,8 @@ def _deduplicated(trees: TokenTrees) -> TokenTrees:
 
 def _with_draws(trees: TokenTrees, draw_offsets, draws) -> TokenTrees:
     arrays = {name: getattr(trees, name) for name in TokenTrees.__dataclass_fields__}
-    arrays |= {"draw_offsets": draw_offsets, "draw_node": trees.draw_node[draws], "draw_owner": trees.draw_owner[draws]}
+    arrays |= {name: getattr(trees, name)[draws] for name in ("draw_node", "draw_owner", "draw_law")}
+    arrays["draw_offsets"] = draw_offsets
     return TokenTrees(**arrays)
 
 

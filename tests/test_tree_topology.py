@@ -126,7 +126,7 @@ def test_first_child_and_next_sibling_round_trip(batch):
     (trees,) = batch
     first_child, next_sibling, tokens = to_child_sibling(trees)
     assert first_child.dtype == next_sibling.dtype == tokens.dtype == np.int64
-    draws = {name: getattr(trees, name) for name in ("draw_offsets", "draw_node", "draw_owner")}
+    draws = {name: getattr(trees, name) for name in ("draw_offsets", "draw_node", "draw_owner", "draw_law")}
     back = from_child_sibling(trees.offsets, tokens, first_child, next_sibling, score=trees.score, **draws)
     assert same_arrays(back, trees)
 
@@ -205,6 +205,8 @@ def test_one_draw_per_node_is_the_default():
         ("draw_owner", [0, 0], "draw_owner: has shape"),
         ("draw_owner", [0, 0, 0, 0, -1], "draw_owner: -1 is no proposer"),
         ("draw_owner", 2**15, "draw_owner: 32768 does not fit int16"),
+        ("draw_law", [0, 0], "draw_law: has shape"),
+        ("draw_law", -2, "draw_law: -2 is no law"),
     ],
 )
 def test_bad_arrays_are_refused_by_name(field, value, message):

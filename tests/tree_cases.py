@@ -71,11 +71,18 @@ def from_plain(roots: list[int], plain: list[Tree]) -> TokenTrees:
         owner += [by for _, by in draws]
         offsets.append(len(tokens))
         draw_offsets.append(len(node))
-    return from_arrays(offsets, tokens, parent, np.array(score, np.float32), draw_offsets, node, owner)
+    laws = law_of(np.array(owner, np.int64))
+    return from_arrays(offsets, tokens, parent, np.array(score, np.float32), draw_offsets, node, owner, laws)
+
+
+def law_of(owner: np.ndarray) -> np.ndarray:
+    """The law that draws of an owner carry here, so that whoever keeps the one must keep the other."""
+    return 10 * owner - 1
 
 
 def to_plain(trees: TokenTrees) -> list[Tree]:
     """The obvious form of every tree, by walking each node's parents up to the root."""
+    assert np.array_equal(trees.draw_law, law_of(trees.draw_owner.astype(np.int64)))
     return [_plain_request(trees, request) for request in range(trees.num_requests)]
 
 

@@ -92,9 +92,6 @@ def record(model: Path | str, chats: Sequence[list[dict[str, str]]], tokens: int
     from tqdm import tqdm
     from vllm import LLM, SamplingParams
 
-    from specinfer_vllm.patches.llvmlite_library import disown_dict
-
-    disown_dict()  # a caller that holds proposers has imported numba
     llm = LLM(
         str(model),
         dtype="float32",

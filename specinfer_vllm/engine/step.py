@@ -92,6 +92,7 @@ def chain(tokens: np.ndarray) -> TokenTrees:
         draw_offsets=np.zeros(2, np.int64),
         draw_node=np.zeros(0, np.int32),
         draw_owner=np.zeros(0, np.int16),
+        draw_law=np.zeros(0, np.int32),
     )
 
 
@@ -114,6 +115,7 @@ def concatenate(parts: Sequence[TokenTrees]) -> TokenTrees:
         draw_offsets=joined("draw_offsets"),
         draw_node=flat("draw_node"),
         draw_owner=flat("draw_owner"),
+        draw_law=flat("draw_law"),
     )
 
 

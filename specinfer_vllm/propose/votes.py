@@ -97,7 +97,8 @@ def with_one_draw_each(
     local = np.arange(len(tokens)) - np.repeat(offsets[:-1], offsets[1:] - offsets[:-1])
     nodes = local[local > 0].astype(np.int32)
     draws = offsets - np.arange(len(offsets))
-    return TokenTrees(offsets, tokens, parent, depth, score, draws, nodes, np.zeros(len(nodes), np.int16))
+    owner, law = np.zeros(len(nodes), np.int16), np.full(len(nodes), -1, np.int32)
+    return TokenTrees(offsets, tokens, parent, depth, score, draws, nodes, owner, law)
 
 
 @numba.njit(cache=True, nogil=True)

@@ -114,15 +114,21 @@ def check_nodes(offsets: np.ndarray, tokens: np.ndarray, score: np.ndarray, pare
         )
 
 
-def check_draws(offsets: np.ndarray, draw_offsets: np.ndarray, draw_node: np.ndarray, draw_owner: np.ndarray) -> None:
+def check_draws(
+    offsets: np.ndarray, draw_offsets: np.ndarray, draw_node: np.ndarray, draw_owner: np.ndarray, draw_law: np.ndarray
+) -> None:
     """Every draw is on a node of its own request, and every node carries a draw."""
     if draw_node.ndim != 1 or draw_owner.shape != draw_node.shape:
         raise ValueError(f"draw_owner: has shape {draw_owner.shape} for draw_node of shape {draw_node.shape}")
+    if draw_law.shape != draw_node.shape:
+        raise ValueError(f"draw_law: has shape {draw_law.shape} for draw_node of shape {draw_node.shape}")
     check_offsets("draw_offsets", draw_offsets, len(draw_node), "draws", least=0)
     if len(draw_offsets) != len(offsets):
         raise ValueError(f"draw_offsets: has {len(draw_offsets)} entries where offsets has {len(offsets)}")
     if np.count_nonzero(draw_owner < 0):
         raise ValueError(f"draw_owner: {draw_owner.min()} is no proposer")
+    if np.count_nonzero(draw_law < -1):
+        raise ValueError(f"draw_law: {draw_law.min()} is no law; give -1 for a draw that was not sampled")
     draws = draw_offsets[1:] - draw_offsets[:-1]
     row = offsets[:-1].repeat(draws) + draw_node
     if np.count_nonzero((draw_node < 1) | (row >= offsets[1:].repeat(draws))):

@@ -37,7 +37,7 @@ class _Stack:
 
     tokens, depth [rows] int32; score [rows] float32; request, parent_row [rows] int64, a root is its own parent;
     root_rows [inputs, requests] int64; draw_offsets [requests + 1] int64; draw_row [draws] int64 and draw_owner [draws]
-    int16 request after request already, and inside a request input after input.
+    int16, draw_law [draws] int32 request after request already, and inside a request input after input.
     """
 
     tokens: np.ndarray
@@ -50,6 +50,7 @@ class _Stack:
     draw_offsets: np.ndarray
     draw_row: np.ndarray
     draw_owner: np.ndarray
+    draw_law: np.ndarray
 
 
 def _check_same_requests(trees: Sequence[TokenTrees]) -> None:
@@ -90,6 +91,7 @@ def _stack(trees: Sequence[TokenTrees]) -> _Stack:
         draw_offsets=draw_offsets,
         draw_row=draw_row.take(draws),
         draw_owner=np.concatenate([batch.draw_owner for batch in trees]).take(draws),
+        draw_law=np.concatenate([batch.draw_law for batch in trees]).take(draws),
     )
 
 
@@ -136,6 +138,7 @@ def _union(stack: _Stack) -> TokenTrees:
         stack.draw_offsets,
         local.take(union.take(stack.draw_row)),
         stack.draw_owner,
+        stack.draw_law,
     )
     merged.__dict__.update(is_depth_first=True, rows_per_request=counts, max_depth=stack.max_depth)
     return merged

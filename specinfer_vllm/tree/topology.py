@@ -48,6 +48,7 @@ class TokenTrees:
     draw_offsets [requests + 1] int64   draws of request r: draw_offsets[r]:draw_offsets[r+1]
     draw_node    [draws] int32          local index of the node that carries the draw
     draw_owner   [draws] int16          proposer that made it, an index into the engine's list
+    draw_law     [draws] int32          the law it was sampled from, a row of the step's draft laws; -1 = not sampled
 
     The constructor takes the arrays as they are, for callers that hold the invariants by construction; from_arrays
     casts and validates. Arrays are shared between batches and never written to after they are in one.
@@ -61,6 +62,7 @@ class TokenTrees:
     draw_offsets: np.ndarray
     draw_node: np.ndarray
     draw_owner: np.ndarray
+    draw_law: np.ndarray
 
     @property
     def num_requests(self) -> int:
@@ -199,6 +201,7 @@ class TokenTrees:
             draw_offsets,
             self.draw_node.take(draws),
             self.draw_owner.take(draws),
+            self.draw_law.take(draws),
         )
 
     def children(self, request: int, node: int) -> list[int]:
@@ -224,7 +227,7 @@ class TokenTrees:
         check_parents(self.offsets, self.parent, self.local)
         check_depths(self.offsets, self.depth, self.parent_row)
         check_nodes(self.offsets, self.tokens, self.score, self.parent_row)
-        check_draws(self.offsets, self.draw_offsets, self.draw_node, self.draw_owner)
+        check_draws(self.offsets, self.draw_offsets, self.draw_node, self.draw_owner, self.draw_law)
 
 
 _TYPES = {
@@ -236,6 +239,7 @@ _TYPES = {
     "draw_offsets": INT64,
     "draw_node": INT32,
     "draw_owner": INT16,
+    "draw_law": INT32,
 }
 
 
@@ -257,6 +261,7 @@ def roots(tokens: npt.ArrayLike) -> TokenTrees:
         draw_offsets=np.zeros(requests + 1, np.int64),
         draw_node=np.zeros(0, np.int32),
         draw_owner=np.zeros(0, np.int16),
+        draw_law=np.zeros(0, np.int32),
     )
 
 
@@ -268,12 +273,13 @@ def from_arrays(
     draw_offsets: npt.ArrayLike | None = None,
     draw_node: npt.ArrayLike | None = None,
     draw_owner: npt.ArrayLike | int = 0,
+    draw_law: npt.ArrayLike | int = -1,
 ) -> TokenTrees:
     """Trees from their tokens and parents; the other arrays are computed, and all are validated.
 
     Shapes as in TokenTrees; any integer type whose values fit. Without score every path counts as certain (0). Without
-    draw_offsets and draw_node each node carries one draw, drawn in the order of the rows. draw_owner may be one number
-    for all draws. ValueError names the array at fault.
+    draw_offsets and draw_node each node carries one draw, drawn in the order of the rows. draw_owner and draw_law
+    may be one number for all draws. ValueError names the array at fault.
     """
     offsets = as_integers("offsets", offsets, INT64)
     tokens = as_integers("tokens", tokens, INT32)
@@ -294,11 +300,10 @@ def from_arrays(
         draw_node = local.compress(local > 0)
     draw_offsets = as_integers("draw_offsets", draw_offsets, INT64)
     draw_node = as_integers("draw_node", draw_node, INT32)
-    draw_owner = as_integers("draw_owner", draw_owner, INT16)
-    if draw_owner.ndim == 0:
-        draw_owner = draw_owner.repeat(draw_node.size)
-    check_draws(offsets, draw_offsets, draw_node, draw_owner)
-    trees = TokenTrees(offsets, tokens, parent, depth, score, draw_offsets, draw_node, draw_owner)
+    draw_owner = _one_per_draw(as_integers("draw_owner", draw_owner, INT16), draw_node)
+    draw_law = _one_per_draw(as_integers("draw_law", draw_law, INT32), draw_node)
+    check_draws(offsets, draw_offsets, draw_node, draw_owner, draw_law)
+    trees = TokenTrees(offsets, tokens, parent, depth, score, draw_offsets, draw_node, draw_owner, draw_law)
     trees.__dict__.update(
         rows_per_request=counts,
         root_row=root_row,
@@ -376,10 +381,15 @@ def keep_rows(trees: TokenTrees, keep: np.ndarray) -> TokenTrees:
         draws.searchsorted(trees.draw_offsets),
         local.take(trees.draw_row.take(draws)),
         trees.draw_owner.take(draws),
+        trees.draw_law.take(draws),
     )
     if trees.__dict__.get("is_depth_first"):
         kept.__dict__["is_depth_first"] = True
     return kept
+
+
+def _one_per_draw(values: np.ndarray, draw_node: np.ndarray) -> np.ndarray:
+    return values.repeat(draw_node.size) if values.ndim == 0 else values
 
 
 def _parent_row(offsets: np.ndarray, parent: np.ndarray, root_row: np.ndarray) -> np.ndarray:
@@ -413,6 +423,7 @@ def _moved(trees: TokenTrees, places: np.ndarray) -> TokenTrees:
         trees.draw_offsets,
         local.take(trees.draw_row),
         trees.draw_owner,
+        trees.draw_law,
     )
     moved.__dict__.update(
         is_depth_first=True,
