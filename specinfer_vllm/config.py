@@ -16,7 +16,8 @@ from typing import Any
 
 METHOD = "tree"
 PROPOSERS = ("ngram", "recycling")
-VERIFIERS = ("auto", "greedy", "naive")
+VERIFIERS = ("auto", "greedy", "naive", "mss", "without_replacement", "top_k_plus_one", "traversal")
+NEED_SSMS = VERIFIERS[3:]  # they compare the LLM's law with the law an SSM sampled from
 MERGES = ("union", "first")
 MAX_NODES = 1024
 MAX_BATCH_NODES = 1 << 20
@@ -100,7 +101,12 @@ class TreeOptions:
         None, "most children per node; 1 makes chains, unlimited when not given", "", 1, MAX_WIDTH
     )
     merge: str = option("union", "union of all proposers' trees, or the first that has one", choices=MERGES)
-    verifier: str = option("auto", "acceptance rule of sampled requests; auto = naive", choices=VERIFIERS)
+    verifier: str = option(
+        "auto",
+        "acceptance rule of sampled requests; auto = without_replacement on SSMs' trees, naive without SSMs and for "
+        "requests with a seed, whose output must not depend on what is drafted",
+        choices=VERIFIERS,
+    )
     share_recycling: bool = option(
         False, "one recycling table for all requests: more hits, but a timing side channel between users"
     )
@@ -159,6 +165,11 @@ class TreeOptions:
                 "or leave share_recycling out"
             )
 
+        if self.verifier in NEED_SSMS and not self.ssms:
+            raise TreeOptionError(
+                f"{WHERE}.verifier: {self.verifier!r} weighs the probabilities of SSMs and there is none; give "
+                "ssms=[...] or use verifier='naive'"
+            )
         if self.primer not in (AUTO, NONE) and "recycling" not in self.free_proposers:
             raise TreeOptionError(
                 f"{WHERE}.primer: only 'recycling' reads it, which is not among the proposers; add it to "
@@ -183,6 +194,12 @@ class TreeOptions:
                     "leave width or the expansion out"
                 )
 
+        if self.branches is not None and self.verifier in NEED_SSMS:
+            raise TreeOptionError(
+                f"{WHERE}.branches: it would choose among sampled children, and {self.verifier!r} is exact only when "
+                "all are kept; shape the SSMs' trees by expansion instead, e.g. [1,1,1,1] for a chain"
+            )
+
     def _check_budget(self) -> None:
         if None not in (self.num_nodes, self.batch_nodes) and self.num_nodes > self.batch_nodes:
             raise TreeOptionError(
@@ -196,6 +213,11 @@ class TreeOptions:
         if self.proposers is not None:
             return self.proposers
         return () if self.ssms else PROPOSERS
+
+    @property
+    def samples_drafts(self) -> bool:
+        """Whether SSMs sample the children of some requests, instead of proposing their likeliest tokens."""
+        return bool(self.ssms) and self.branches is None and self.verifier in ("auto", *NEED_SSMS)
 
     @property
     def cost_of_row(self) -> float:

@@ -20,7 +20,7 @@ def test_every_option_is_listed_with_its_help(capsys):
     said = capsys.readouterr().out
     for each in (*fields(TreeOptions), *fields(SsmOptions)):
         assert f"  {each.name} " in said and each.metadata["help"] in said
-    assert "1 to 1024 nodes" in said and "auto, greedy, naive" in said
+    assert "1 to 1024 nodes" in said and "auto, greedy, naive, mss" in said
 
 
 def test_options_are_listed_as_json(capsys):

@@ -127,7 +127,12 @@ REFUSED = {
     "text for a boolean": ({"share_recycling": "True"}, "share_recycling: 'True' is not true or false"),
     "null": ({"seed": None}, "seed: null given; leave it out"),
     "number for text": ({"merge": 3}, "merge: 3 is not text"),
-    "unknown verifier": ({"verifier": "mss"}, "verifier: 'mss' is not one of auto, greedy, naive"),
+    "unknown verifier": ({"verifier": "typical"}, "verifier: 'typical' is not one of auto, greedy, naive, mss"),
+    "a rule without probabilities": ({"verifier": "mss"}, "verifier: 'mss' weighs the probabilities of SSMs"),
+    "a rule that needs all children": (
+        {"verifier": "mss", "ssms": ["a"], "branches": 2},
+        "branches: it would choose among sampled children",
+    ),
     "unknown proposer": ({"proposers": ["n-gram"]}, "proposers: 'n-gram' is not one of ngram, recycling"),
     "proposer twice": ({"proposers": ["ngram", "ngram"]}, "proposers: .* names a proposer twice"),
     "nothing proposes": ({"proposers": []}, "proposers: nothing proposes tokens; give ssms"),

@@ -11,7 +11,9 @@ from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingParams
 
 from specinfer_vllm.attention.cpu_kernel import kernel
+from specinfer_vllm.config import TreeOptions
 from specinfer_vllm.engine.requests import RequestSlots
+from specinfer_vllm.engine.sampling import samples_drafts
 from specinfer_vllm.engine.step import DraftedTrees
 from specinfer_vllm.metrics import TreeStats
 from specinfer_vllm.patches.llvmlite_library import disown_dict
@@ -19,8 +21,9 @@ from specinfer_vllm.patches.speculative_config import tree_config
 from specinfer_vllm.propose.ensemble import Ensemble
 from specinfer_vllm.propose.ngram import NgramProposer
 from specinfer_vllm.propose.primer import find_primer
-from specinfer_vllm.propose.proposer import DraftBatch, Observation, Proposer
+from specinfer_vllm.propose.proposer import DraftBatch, DraftSampling, Observation, Proposer
 from specinfer_vllm.propose.recycling import RecyclingProposer
+from specinfer_vllm.verify.rules import RULES, Rule
 
 disown_dict()  # the draft-free proposers have imported numba by now
 
@@ -38,6 +41,13 @@ def free_proposer(name: str, vllm_config: VllmConfig) -> Proposer:
     )
 
 
+def rule_of(options: TreeOptions) -> Rule:
+    """The acceptance rule of sampled requests."""
+    if options.verifier in ("auto", "greedy"):
+        return RULES["without_replacement" if options.samples_drafts else "naive"]
+    return RULES[options.verifier]
+
+
 class TreeDrafter:
     """vLLM's runner builds this as its drafter (method `custom_class`); the tree runner drives it.
 
@@ -47,7 +57,8 @@ class TreeDrafter:
     def __init__(self, vllm_config: VllmConfig) -> None:
         self.options = tree_config(vllm_config).tree
         num_slots = vllm_config.scheduler_config.max_num_seqs
-        self.slots = RequestSlots(num_slots, self.options.seed)
+        self.slots = RequestSlots(num_slots, self.options.seed, vllm_config.model_config.get_vocab_size())
+        self.rule = rule_of(self.options)
         self.ssms = self._ssms(vllm_config)
         self.free = [free_proposer(name, vllm_config) for name in self.options.free_proposers]
         self.ensemble = Ensemble(
@@ -66,6 +77,16 @@ class TreeDrafter:
         from specinfer_vllm.propose.ssm import SsmProposer
 
         return [SsmProposer(vllm_config, index) for index in range(len(self.options.ssms))]
+
+    def sampling(self, slots: np.ndarray) -> DraftSampling | None:
+        """How the requests on `slots` [requests] int64 want their children; None when none samples any."""
+        sampled = self.slots.sampled[slots]
+        if not sampled.any():
+            return None
+        of = self.slots
+        return DraftSampling(
+            self.rule.drafting, sampled, of.temperature[slots], of.top_k[slots], of.top_p[slots], of.seed[slots]
+        )
 
     @property
     def owners(self) -> list[str]:
@@ -95,7 +116,8 @@ class TreeDrafter:
 
     def start(self, request_id: str, params: SamplingParams | None, prompt_len: int, refused: str | None) -> None:
         """A request entered the batch; see RequestSlots.start."""
-        slot = self.slots.start(request_id, params, prompt_len, refused)
+        sampled = params is not None and samples_drafts(params, self.options)
+        slot = self.slots.start(request_id, params, prompt_len, refused, sampled)
         if slot is not None:
             self.ensemble.start(slot)
 
@@ -109,7 +131,7 @@ class TreeDrafter:
     def draft(self, request_ids: Sequence[str], batch: DraftBatch, requests: np.ndarray) -> None:
         """Draft the next trees. requests [k] int64: the requests of the batch that draft, indices into request_ids."""
         trees = self.ensemble.propose(batch)
-        self.drafted.replace([request_ids[i] for i in requests], trees)
+        self.drafted.replace([request_ids[i] for i in requests], trees, self.ensemble.laws)
         self.stats.proposer_failures.update(self.ensemble.take_failures())
 
     def observe(self, observation: Observation) -> None:

@@ -18,18 +18,28 @@ class RequestSlots:
     seed        [slots] int64    keys the request's coins
     max_tokens  [slots] int64    sequence length (prompt and output) at which the request ends
     refused     [slots] object   why the request is served without drafts, None when it is not
+    sampled     [slots] bool     its children are sampled from the SSMs' laws, not their likeliest tokens
+    temperature, top_k, top_p  [slots] of the request, for the SSMs' laws
     """
 
-    def __init__(self, num_slots: int, seed: int) -> None:
+    def __init__(self, num_slots: int, seed: int, vocab_size: int) -> None:
         self.free = list(range(num_slots - 1, -1, -1))
         self.slot: dict[str, int] = {}
         self.seed = np.zeros(num_slots, np.int64)
         self.max_tokens = np.zeros(num_slots, np.int64)
         self.refused = np.full(num_slots, None, object)
-        self.base_seed = seed
+        self.sampled = np.zeros(num_slots, bool)
+        self.temperature = np.zeros(num_slots, np.float32)
+        self.top_k = np.zeros(num_slots, np.int32)
+        self.top_p = np.zeros(num_slots, np.float32)
+        self.base_seed, self.vocab_size = seed, vocab_size
 
-    def start(self, request_id: str, params: SamplingParams | None, prompt_len: int, refused: str | None) -> int | None:
+    def start(
+        self, request_id: str, params: SamplingParams | None, prompt_len: int, refused: str | None, sampled: bool
+    ) -> int | None:
         """Give a request its slot; None when it has one or none is free.
+
+        sampled: whether its children are sampled.
 
         Seeds of unseeded requests come from torch's generator, which every rank seeds alike, in the order in which
         requests arrive.
@@ -42,6 +52,10 @@ class RequestSlots:
         max_tokens = params.max_tokens if params is not None and params.max_tokens else 2**31
         self.max_tokens[slot] = prompt_len + max_tokens
         self.refused[slot] = refused
+        self.sampled[slot] = sampled
+        if sampled and params is not None:
+            self.temperature[slot], self.top_p[slot] = params.temperature, params.top_p
+            self.top_k[slot] = params.top_k if 0 < params.top_k < self.vocab_size else self.vocab_size
         return slot
 
     def finish(self, request_id: str) -> int | None:

@@ -30,7 +30,7 @@ from specinfer_vllm.metrics import Showcase
 from specinfer_vllm.propose.proposer import DraftBatch, Observation
 from specinfer_vllm.propose.ssm import SsmStep
 from specinfer_vllm.tree.topology import TokenTrees
-from specinfer_vllm.verify.coins import SAMPLE, coins
+from specinfer_vllm.verify.draws import Draws
 from specinfer_vllm.verify.walk import Accepted, TreeRows, walk
 
 
@@ -82,7 +82,7 @@ class TreeRunnerMixin:
     def _refusal(self, params: Any) -> str | None:
         if sampling.has_custom_processors(self.input_batch.sampling_metadata):
             return "custom_processors"
-        return sampling.refusal(params, self.drafter.options.verifier, self.model_config.logprobs_mode)
+        return sampling.refusal(params, self.drafter.options.verifier)
 
     # -- the LLM pass --------------------------------------------------------------------------------------------------
 
@@ -123,20 +123,23 @@ class TreeRunnerMixin:
         stock = self._sample_refused(logits, step, metadata)
         if stock is not None and (metadata.logprob_token_ids or stock[1].all()):
             return self._root_only(step, stock[0])
-        chosen = sampling.choose(logits, metadata, step.rows.request, lambda: self._coins(step))
+        laws = sampling.RowLaws(logits, metadata, step.rows, self.sampler)
         if stock is not None:
-            roots = step.rows.roots[stock[1]]
-            chosen[roots] = stock[0].sampled_token_ids[stock[1], 0].to(chosen.dtype)
-        step.accepted = walk(step.rows, chosen)
+            laws.fix(step.rows.roots[stock[1]], stock[0].sampled_token_ids[stock[1], 0])
+        step.accepted = self._accept(step, laws)
         self._compact(step)
         self._observe(step, logits)
-        logprobs = self._logprobs(step, logits, metadata, stock)
-        return SamplerOutput(step.accepted.tokens.to(torch.int32), logprobs)
+        return SamplerOutput(step.accepted.tokens.to(torch.int32), self._logprobs(step, logits, laws))
 
-    def _coins(self, step: StepTrees) -> torch.Tensor:
-        """The coin of every row, keyed by its request's seed and the position of the token it emits."""
+    def _accept(self, step: StepTrees, laws: sampling.RowLaws) -> Accepted:
+        """Walk every tree by its request's rule: greedy requests are sampled ones whose law is one token."""
+        if laws.metadata.all_greedy:
+            return walk(step.rows, laws.best())
         seed = torch.from_numpy(self.drafter.slots.seed[step.slots])[step.rows.request]
-        return coins(seed, step.root_index[step.rows.request] + step.rows.depth + 1, SAMPLE)
+        position = step.root_index[step.rows.request] + step.rows.depth + 1
+        draws = Draws.of(step.trees, self.drafter.drafted.laws, laws.shape[-1])
+        rule = self.drafter.rule
+        return rule.verify(step.rows, draws, laws.all() if rule.looks_everywhere else laws, seed, position)
 
     def _sample_refused(self, logits: torch.Tensor, step: StepTrees, metadata: Any) -> Any:
         """vLLM's own sampler on the roots' rows, which is plain decoding, when some request is served without drafts.
@@ -148,8 +151,7 @@ class TreeRunnerMixin:
         if not refused.any():
             return None
         self.drafter.stats.undrafted.update(reasons[refused].tolist())
-        raw = not self.model_config.logprobs_mode.startswith("processed") and not metadata.logprob_token_ids
-        if raw and not refused.all():
+        if not metadata.logprob_token_ids and not refused.all():
             metadata = replace(metadata, max_num_logprobs=None)  # the rows' own logprobs are gathered for all at once
         return self.sampler(logits[step.rows.roots], metadata), torch.from_numpy(refused)
 
@@ -191,22 +193,17 @@ class TreeRunnerMixin:
                 shapes.setdefault((group, tuple(layer.kv_cache.shape)), []).append(layer)
         return [(group, layers) for (group, _), layers in shapes.items()]
 
-    def _logprobs(self, step: StepTrees, logits: torch.Tensor, metadata: Any, stock: Any) -> LogprobsTensors | None:
+    def _logprobs(self, step: StepTrees, logits: torch.Tensor, laws: sampling.RowLaws) -> LogprobsTensors | None:
         """Logprobs of every emitted token from the row that emitted it, [requests * width] rows for vLLM to filter."""
-        if metadata.max_num_logprobs is None:
+        width = laws.metadata.max_num_logprobs
+        if width is None:
             return None
-        accepted = step.accepted
-        if self.model_config.logprobs_mode.startswith("processed"):
-            return self._spread(stock[0].logprobs_tensors, accepted.rows.shape[1]) if stock else None
-        picked = logits[accepted.rows.clamp(min=0).view(-1)].to(torch.float32)
-        if not self.model_config.logprobs_mode.endswith("logits"):
+        rows = step.accepted.rows.clamp(min=0).view(-1)
+        mode = self.model_config.logprobs_mode
+        picked = laws.logprobs_logits(rows) if mode.startswith("processed") else logits[rows].to(torch.float32)
+        if not mode.endswith("logits"):
             picked = self.sampler.compute_logprobs(picked)
-        return self.sampler.gather_logprobs(picked, metadata.max_num_logprobs, accepted.tokens.clamp(min=0).view(-1))
-
-    @staticmethod
-    def _spread(tensors: LogprobsTensors, width: int) -> LogprobsTensors:
-        """Root logprobs [requests, ..] to `width` rows per request; only undrafted requests asked for any."""
-        return LogprobsTensors(*(each.repeat_interleave(width, dim=0) for each in tensors[:3]))
+        return self.sampler.gather_logprobs(picked, width, step.accepted.tokens.clamp(min=0).view(-1))
 
     # -- what the step showed, and the next trees ----------------------------------------------------------------------
 
@@ -278,6 +275,7 @@ class TreeRunnerMixin:
             lengths=lengths[requests],
             max_depth=depth.astype(np.int32),
             max_nodes=nodes.astype(np.int32),
+            sampling=drafter.sampling(slots[requests]),
         )
 
     def _begin_ssms(self, scheduler_output: Any, emitted: np.ndarray) -> None:

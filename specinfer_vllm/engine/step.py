@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 
+from specinfer_vllm.propose.ensemble import unsampled
 from specinfer_vllm.tree.topology import TokenTrees, roots
 
 
@@ -20,11 +22,12 @@ class DraftedTrees:
     """
 
     trees: TokenTrees = field(default_factory=lambda: roots(np.zeros(0, np.int32)))
+    laws: torch.Tensor | None = None
     index: dict[str, int] = field(default_factory=dict)
 
-    def replace(self, request_ids: Sequence[str], trees: TokenTrees) -> None:
-        """Keep the trees of this step; request_ids[r] owns tree r."""
-        self.trees = trees
+    def replace(self, request_ids: Sequence[str], trees: TokenTrees, laws: torch.Tensor | None = None) -> None:
+        """Keep the trees of this step; request_ids[r] owns tree r. laws [laws, vocab]: what draws were sampled from."""
+        self.trees, self.laws = trees, laws
         self.index = {request_id: i for i, request_id in enumerate(request_ids)}
 
     def tokens(self, request_id: str) -> list[int]:
@@ -62,8 +65,12 @@ class DraftedTrees:
         return self._with_chains(known, counts, tokens)
 
     def _trees_of(self, known: np.ndarray, counts: np.ndarray) -> TokenTrees:
-        """The known trees cut to counts; a request without drafts borrows any root."""
-        return self.trees.select(np.maximum(known, 0)).head(counts)
+        """The known trees cut to counts; a request without drafts borrows any root.
+
+        What is left of a cut tree may depend on the tokens that were drawn, so its draws count as not sampled.
+        """
+        whole = self.trees.select(np.maximum(known, 0))
+        return unsampled(whole, counts < whole.num_nodes).head(counts)
 
     def _with_chains(self, known: np.ndarray, counts: np.ndarray, tokens: np.ndarray) -> TokenTrees:
         """As `scheduled`, when some request's drafts are not ours. Rare: a request at a time."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
+import torch
 
 from specinfer_vllm.propose.proposer import DraftBatch, Observation, Proposer
 from specinfer_vllm.tree.budget import worthwhile
@@ -27,6 +28,7 @@ class Ensemble:
     batch_nodes  most nodes of all requests together, the likeliest of the batch; None = no bound
     row_cost     time of one more row in a pass, as a share of a pass over one row: nodes not worth theirs are left out
     branches     most children per node, the likeliest; 1 = chains, None = no bound
+    laws         [laws, vocab] float32 that the last trees' draw_law points into, None when nothing was sampled
 
     A proposer that raises is left out of this step: the error is logged the first time, counted each time, and the
     requests go on. One that fails to forget a request is left out for good, since its next answer could rest on that
@@ -51,6 +53,7 @@ class Ensemble:
         self.names = _distinct([proposer.name for proposer in proposers])
         self.merge, self.batch_nodes = merge, batch_nodes
         self.row_cost, self.branches = row_cost, branches
+        self.laws: torch.Tensor | None = None
         self._failures: Counter[str] = Counter()
         self._logged: set[int] = set()
         self._retired: set[int] = set()
@@ -62,18 +65,32 @@ class Ensemble:
 
     def propose(self, batch: DraftBatch) -> TokenTrees:
         """One tree per request, depth-first, within max_depth, max_nodes and batch_nodes."""
-        proposed = (self._proposed(i, batch) for i in self._active())
+        laws: list[torch.Tensor] = []
+        proposed = (self._proposed(i, batch, laws) for i in self._active())
         trees = [each for each in proposed if each is not None]
+        self.laws = torch.cat(laws) if laws else None
         if not trees:
             return roots(batch.root_tokens())
         merged = _first(trees) if self.merge == "first" else merge(trees)
         if self.branches is not None:
             merged = narrow(merged, self.branches)
-        merged = prune(merged, np.maximum(batch.max_nodes, 0))
-        total = worthwhile(merged, self.row_cost)
+        return self._within_budget(merged, np.maximum(batch.max_nodes, 0))
+
+    def _within_budget(self, trees: TokenTrees, max_nodes: np.ndarray) -> TokenTrees:
+        """The nodes that are worth their rows. Sampled draws all stay: their SSM chose among them without looking at
+        their tokens, and here a token that another proposer holds likely would save its draw.
+        """
+        held = _sampled_rows(trees)
+        total = worthwhile(trees, self.row_cost)
         if self.batch_nodes is not None:
+            if held.sum() > self.batch_nodes:
+                trees, held = unsampled(trees, np.ones(trees.num_requests, bool)), np.zeros_like(held)
             total = min(total, self.batch_nodes)
-        return prune_batch(merged, total, merged.num_nodes)
+        if held.any():
+            total = max(total, int(held.sum()))
+            trees = replace(trees, score=np.where(held, np.float32(0), trees.score))
+        trees = prune(trees, max_nodes)
+        return prune_batch(trees, total, trees.num_nodes)
 
     def observe(self, observation: Observation) -> None:
         """Show all proposers what the last LLM pass said."""
@@ -101,11 +118,15 @@ class Ensemble:
     def _active(self) -> list[int]:
         return [i for i in range(len(self.proposers)) if i not in self._retired]
 
-    def _proposed(self, index: int, batch: DraftBatch) -> TokenTrees | None:
-        """The proposer's trees, checked and labelled, or None when it raised."""
+    def _proposed(self, index: int, batch: DraftBatch, laws: list[torch.Tensor]) -> TokenTrees | None:
+        """The proposer's trees, checked and labelled, or None when it raised; its laws are added to `laws`."""
         trees: list[TokenTrees] = []
-        self._guarded(index, lambda: trees.append(_labelled(self.proposers[index].propose(batch), index, batch)))
-        return trees[0] if trees else None
+        proposer, first = self.proposers[index], sum(map(len, laws))
+        if not self._guarded(index, lambda: trees.append(_labelled(proposer.propose(batch), index, first, batch))):
+            return None
+        if proposer.laws is not None:
+            laws.append(proposer.laws)
+        return trees[0]
 
     def _guarded(self, index: int, call: Callable, *args: object) -> bool:
         """Whether the call came back without raising."""
@@ -121,8 +142,25 @@ class Ensemble:
         return True
 
 
-def _labelled(trees: TokenTrees, owner: int, batch: DraftBatch) -> TokenTrees:
-    """The trees with their draws owned by `owner`, cut at max_depth. ValueError: trees of another batch."""
+def unsampled(trees: TokenTrees, requests: np.ndarray) -> TokenTrees:
+    """The trees with all draws of `requests` [requests] bool as if they were not sampled: the naive rule takes any."""
+    if not requests.any() or not (trees.draw_law >= 0).any():
+        return trees
+    return replace(trees, draw_law=np.where(requests[trees.draw_request], np.int32(-1), trees.draw_law))
+
+
+def _sampled_rows(trees: TokenTrees) -> np.ndarray:
+    """Rows [rows] bool whose node carries a sampled draw."""
+    held = np.zeros(trees.num_rows, bool)
+    held[trees.draw_row[trees.draw_law >= 0]] = True
+    return held
+
+
+def _labelled(trees: TokenTrees, owner: int, first_law: int, batch: DraftBatch) -> TokenTrees:
+    """The trees with their draws owned by `owner`, their laws counted from first_law on, cut at max_depth.
+
+    ValueError: trees of another batch.
+    """
     if trees.num_requests != batch.num_requests:
         raise ValueError(f"proposed {trees.num_requests} trees for {batch.num_requests} requests")
     if (trees.tokens[trees.offsets[:-1]] != batch.root_tokens()).any():
@@ -130,7 +168,8 @@ def _labelled(trees: TokenTrees, owner: int, batch: DraftBatch) -> TokenTrees:
     too_deep = trees.depth > np.maximum(batch.max_depth, 0)[trees.request]
     if too_deep.any():
         trees = keep_rows(trees, ~too_deep)
-    return replace(trees, draw_owner=np.full(len(trees.draw_node), owner, np.int16))
+    law = np.where(trees.draw_law < 0, np.int32(-1), trees.draw_law + np.int32(first_law))
+    return replace(trees, draw_owner=np.full(len(trees.draw_node), owner, np.int16), draw_law=law)
 
 
 def _first(trees: Sequence[TokenTrees]) -> TokenTrees:

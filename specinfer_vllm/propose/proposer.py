@@ -7,8 +7,29 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from specinfer_vllm.tree.topology import TokenTrees
+
+
+@dataclass(frozen=True, eq=False)
+class DraftSampling:
+    """How the children of sampled requests are drawn, so that a rule that weighs p against q stays exact.
+
+    drafting     iid, without_replacement or top_k_plus_one: what the rule needs (verify/draft.py)
+    sampled      [requests] bool       requests whose children are sampled; the others get the likeliest ones
+    temperature  [requests] float32    above 0 where sampled
+    top_k        [requests] int32      vocabulary size = no bound
+    top_p        [requests] float32    1 = no bound
+    seed         [requests] int64      keys the draws
+    """
+
+    drafting: str
+    sampled: np.ndarray
+    temperature: np.ndarray
+    top_k: np.ndarray
+    top_p: np.ndarray
+    seed: np.ndarray
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,6 +42,7 @@ class DraftBatch:
     lengths    [requests] int64   committed tokens, prompt and output; the last one is the tree's root
     max_depth  [requests] int32   longest path that may be proposed, 0 = none
     max_nodes  [requests] int32   most nodes that may be proposed, 0 = none
+    sampling   None when no request's children are sampled
     """
 
     slots: np.ndarray
@@ -29,6 +51,12 @@ class DraftBatch:
     lengths: np.ndarray
     max_depth: np.ndarray
     max_nodes: np.ndarray
+    sampling: DraftSampling | None = None
+
+    @property
+    def sampled(self) -> np.ndarray:
+        """Requests whose children are sampled [requests] bool."""
+        return np.zeros(self.num_requests, bool) if self.sampling is None else self.sampling.sampled
 
     @property
     def num_requests(self) -> int:
@@ -64,17 +92,20 @@ class Proposer(ABC):
 
     name            what counters and logs call it
     num_successors  how many best next tokens per row `observe` wants to see, 0 = it does not look
+    laws            [laws, vocab] float32, what the last `propose` sampled from; None when it sampled nothing
     """
 
     name: str = "proposer"
     num_successors: int = 0
+    laws: torch.Tensor | None = None
 
     @abstractmethod
     def propose(self, batch: DraftBatch) -> TokenTrees:
         """One tree per request of the batch, in its order, within max_depth and max_nodes; draw_owner is 0.
 
         Roots carry the last committed token. A node's score is the log of the estimated chance that its whole path is
-        accepted.
+        accepted. The score of a sampled node must not depend on its own token, nor on draws made after it: it decides
+        whether the draw is verified (else the rules are biased). draw_law of sampled draws is a row of `laws`.
         """
 
     def observe(self, observation: Observation) -> None:  # noqa: B027

@@ -26,9 +26,10 @@ from specinfer_vllm.attention.tree_mask import WORD_BITS, TreeMask
 from specinfer_vllm.config import ssm_slots
 from specinfer_vllm.engine.vocabulary import draftable_tokens
 from specinfer_vllm.patches.speculative_config import tree_config
+from specinfer_vllm.propose.children import ChildSampler
 from specinfer_vllm.propose.proposer import DraftBatch, Proposer
 from specinfer_vllm.tree.expand import level_sizes
-from specinfer_vllm.tree.topology import TokenTrees, from_arrays, keep_rows, roots
+from specinfer_vllm.tree.topology import TokenTrees, from_arrays, roots
 
 
 @dataclass(frozen=True)
@@ -51,16 +52,21 @@ class SsmStep:
 
 @dataclass(frozen=True)
 class Level:
-    """The nodes drawn on one level, the same number for each request.
+    """The draws of one level, the same number for each request; draw i has local index first + i.
 
-    token, score  [requests, nodes]    score = log-probability of the path
-    parent        [requests, nodes]    local index of the parent
-    first         local index of the level's first node
+    token, score  [requests, draws]    score = log of the estimated chance that the path is accepted, -inf where the law
+                                       had no further token (token 0 there)
+    parent        [requests, draws]    local index of the parent
+    twin          [requests, draws]    local index of the first draw of this token under this parent: usually its own
+    law           [requests, draws]    row of the laws it was sampled from, -1 = not sampled
+    first         local index of the level's first draw
     """
 
     token: torch.Tensor
     score: torch.Tensor
     parent: torch.Tensor
+    twin: torch.Tensor
+    law: torch.Tensor
     first: int
 
 
@@ -69,10 +75,11 @@ class SsmProposer(Proposer):
 
     def __init__(self, vllm_config: VllmConfig, index: int) -> None:
         config = tree_config(vllm_config)
-        self.options = config.tree.ssms[index]
+        self.options, self.index = config.tree.ssms[index], index
         self.name = f"ssm{index}"
         self.expansion = config.tree.expansions[index]
         self.max_depth = config.tree.max_depth
+        self.row_cost, self.num_ssms = config.tree.cost_of_row, len(config.tree.ssms)
         self.num_slots = ssm_slots(config.tree, index)
         self.llm_config = vllm_config
         self.model_config = ssm_model_config(self.options.model, self.options.revision, vllm_config)
@@ -136,14 +143,16 @@ class SsmProposer(Proposer):
 
     def _propose(self, batch: DraftBatch) -> TokenTrees:
         hidden = self.catch_up()
-        tokens = batch.history[batch.rows, batch.lengths - 1]
+        self.laws = None
         root = torch.from_numpy(batch.lengths - 1)
         fits = (batch.lengths + self.num_slots <= self.max_len) & ~self.lost[batch.slots] & (batch.max_depth > 0)
         chosen = np.flatnonzero(fits)
+        self.sampler = ChildSampler.of(batch.sampling, chosen, batch.lengths, self.index)
         if not len(chosen):
-            return roots(tokens)
+            return roots(batch.root_tokens())
         levels = self.levels(hidden, batch.rows[chosen], root[chosen], int(batch.max_depth[chosen].max()))
-        return self.trees(levels, tokens, chosen, batch.max_depth)
+        self.laws = self.sampler.laws(self.llm_config.model_config.get_vocab_size())
+        return self.trees(levels, batch, chosen)
 
     def catch_up(self) -> torch.Tensor:
         """Read the step's tokens. Returns the hidden state at each request's last one [requests, hidden]."""
@@ -193,21 +202,29 @@ class SsmProposer(Proposer):
         nodes = level.token.shape[1]
         if self.expansion is not None or nodes <= self.options.width:
             return torch.arange(nodes).expand(len(level.token), nodes)
-        return level.score.topk(self.options.width, dim=1).indices.sort(dim=1).values
+        is_node = level.twin == torch.arange(level.first, level.first + nodes)
+        score = level.score.masked_fill(~is_node, -torch.inf)
+        return score.topk(self.options.width, dim=1).indices.sort(dim=1).values
 
     def draw(
         self, states: torch.Tensor, parents: tuple[torch.Tensor, torch.Tensor] | None, first: int, level: int
     ) -> Level:
-        """The likeliest children of each state [requests, nodes, hidden]; padded ids are never drawn."""
+        """The children of each state [requests, nodes, hidden]; padded ids are never drawn.
+
+        parents  (score, local index) [requests, nodes] of the states' nodes, None at the root
+        """
         width = self.expansion[level] if self.expansion is not None else self.options.width
         requests, nodes = states.shape[:2]
         logits = self.model.compute_logits(states.flatten(0, 1))[:, : self.num_tokens].float()
-        score, token = logits.log_softmax(dim=-1).topk(width, dim=-1)
-        score, token = score.view(requests, nodes, width), token.view(requests, nodes, width)
-        parent = torch.zeros(requests, nodes, dtype=torch.int64)
+        path, parent = torch.zeros(requests, nodes), torch.zeros(requests, nodes, dtype=torch.int64)
         if parents is not None:
-            score, parent = score + parents[0][:, :, None], parents[1]
-        return Level(token.flatten(1), score.flatten(1), parent[:, :, None].expand_as(token).flatten(1), first)
+            path, parent = parents
+        children = self.sampler.children(logits.view(requests, nodes, -1), width, parent)
+        score = (path[:, :, None] + children.score).masked_fill(children.token < 0, -torch.inf).flatten(1)
+        own = torch.arange(first, first + nodes * width)
+        twin = own.expand(requests, -1) - children.back.flatten(1)
+        parent = parent[:, :, None].expand_as(children.token).flatten(1)
+        return Level(children.token.clamp(min=0).flatten(1), score, parent, twin, children.law.flatten(1), first)
 
     def read_level(
         self, token: torch.Tensor, ancestors: torch.Tensor, depth: int, root: torch.Tensor, requests: torch.Tensor
@@ -303,29 +320,102 @@ class SsmProposer(Proposer):
             # vLLM's CPU kernels read raw pointers: an expanded view would send them out of bounds.
             return self.model(input_ids=tokens.contiguous(), positions=positions.contiguous())
 
-    def trees(self, levels: list[Level], tokens: np.ndarray, chosen: np.ndarray, max_depth: np.ndarray) -> TokenTrees:
+    def trees(self, levels: list[Level], batch: DraftBatch, chosen: np.ndarray) -> TokenTrees:
         """The drawn levels as TokenTrees; requests that did not draw keep their root only."""
-        parent = torch.cat([level.parent for level in levels], dim=1)
-        nodes = parent.shape[1]
-        counts = np.zeros(len(tokens), np.int64)
-        counts[chosen] = nodes
-        offsets = np.concatenate([[0], np.cumsum(counts + 1)])
-        is_node = np.ones(offsets[-1], bool)
-        is_node[offsets[:-1]] = False
+        drawn = Drawn.of(levels)
+        exists = drawn.exist(batch.max_depth[chosen])
+        if batch.sampling is not None:
+            limit = affordable(np.where(exists, drawn.score, -np.inf), self.row_cost)
+            limit = np.minimum(limit, batch.max_nodes[chosen] // self.num_ssms)
+            limit[~batch.sampled[chosen]] = exists.shape[1]
+            exists &= ranks(np.where(exists, drawn.score, -np.inf)) < limit[:, None]
+        return drawn.trees(batch.root_tokens(), chosen, exists)
 
-        def flat(values: list[torch.Tensor], at_root: Any, dtype: Any) -> np.ndarray:
-            rows = np.empty(len(is_node), dtype)
-            rows[~is_node] = at_root
-            rows[is_node] = torch.cat(values, dim=1).flatten().numpy()
-            return rows
 
-        trees = from_arrays(
+@dataclass(frozen=True)
+class Drawn:
+    """All draws of one step, arrays [requests, draws] as in Level; draw i has local index i + 1.
+
+    depth  [draws]
+    """
+
+    token: np.ndarray
+    score: np.ndarray
+    parent: np.ndarray
+    twin: np.ndarray
+    law: np.ndarray
+    depth: np.ndarray
+
+    @classmethod
+    def of(cls, levels: list[Level]) -> Drawn:
+        """Level behind level."""
+        names = ("token", "score", "parent", "twin", "law")
+        arrays = {name: torch.cat([getattr(level, name) for level in levels], dim=1).numpy() for name in names}
+        sizes = [level.token.shape[1] for level in levels]
+        return cls(**arrays, depth=np.repeat(np.arange(len(levels)) + 1, sizes))
+
+    @property
+    def is_node(self) -> np.ndarray:
+        """Draws [requests, draws] that are the first of their token: a node stands there."""
+        return self.twin == np.arange(self.twin.shape[1]) + 1
+
+    def exist(self, max_depth: np.ndarray) -> np.ndarray:
+        """Draws [requests, draws] that have a token, are not deeper than max_depth [requests], and hang on a node."""
+        exists = (self.score > -np.inf) & (self.depth <= max_depth[:, None])
+        nodes = np.ones((len(exists), exists.shape[1] + 1), bool)  # the root first
+        for depth in range(1, self.depth[-1] + 1):
+            at = np.flatnonzero(self.depth == depth)
+            exists[:, at] &= np.take_along_axis(nodes, self.parent[:, at], axis=1)
+            nodes[:, at + 1] = exists[:, at] & self.is_node[:, at]
+        return exists
+
+    def trees(self, root_tokens: np.ndarray, chosen: np.ndarray, kept: np.ndarray) -> TokenTrees:
+        """Trees of the kept draws [requests, draws]; a kept draw's parent and twin are kept, too.
+
+        root_tokens  [all requests]; chosen [requests] int64 says which of them the rows here are
+        """
+        alive = kept & self.is_node
+        place = np.concatenate([np.zeros((len(alive), 1), np.int64), np.cumsum(alive, axis=1)], axis=1)
+        offsets = offsets_of(alive, chosen, len(root_tokens), extra=1)
+        is_root = np.zeros(offsets[-1], bool)
+        is_root[offsets[:-1]] = True
+
+        def rows(at_roots: Any, at_nodes: np.ndarray, dtype: Any) -> np.ndarray:
+            values = np.empty(len(is_root), dtype)
+            values[is_root], values[~is_root] = at_roots, at_nodes
+            return values
+
+        return from_arrays(
             offsets=offsets,
-            tokens=flat([level.token for level in levels], tokens, np.int32),
-            parent=flat([parent], -1, np.int32),
-            score=flat([level.score for level in levels], 0.0, np.float32),
+            tokens=rows(root_tokens, self.token[alive], np.int32),
+            parent=rows(-1, np.take_along_axis(place, self.parent, axis=1)[alive], np.int32),
+            score=rows(0.0, self.score[alive], np.float32),
+            draw_offsets=offsets_of(kept, chosen, len(root_tokens), extra=0),
+            draw_node=np.take_along_axis(place, self.twin, axis=1)[kept],
+            draw_law=self.law[kept],
         )
-        return keep_rows(trees, trees.depth <= max_depth[trees.request])
+
+
+def offsets_of(kept: np.ndarray, chosen: np.ndarray, requests: int, extra: int) -> np.ndarray:
+    """Offsets [requests + 1] of the kept entries of each chosen request, and `extra` more of every request."""
+    counts = np.full(requests, extra)
+    counts[chosen] += kept.sum(axis=1)
+    return np.concatenate([[0], np.cumsum(counts)])
+
+
+def affordable(score: np.ndarray, row_cost: float) -> np.ndarray:
+    """How many of its best draws each request would verify if it were alone [requests]; score [requests, draws].
+
+    As tree/budget.py, but request by request: a request's draws must not depend on who else is in the batch.
+    """
+    chances = -np.sort(-np.exp(score.astype(np.float64)), axis=1)
+    tokens = 1 + np.concatenate([np.zeros((len(score), 1)), np.cumsum(chances, axis=1)], axis=1)
+    return np.argmax(tokens / (1 + row_cost * np.arange(tokens.shape[1])), axis=1)
+
+
+def ranks(score: np.ndarray) -> np.ndarray:
+    """Place of each draw among its request's [requests, draws], best first, ties by the earlier one."""
+    return (-score).argsort(axis=1, kind="stable").argsort(axis=1, kind="stable")
 
 
 def extend(ancestors: torch.Tensor, read: list[torch.Tensor], parent: torch.Tensor) -> torch.Tensor:

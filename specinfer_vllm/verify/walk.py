@@ -52,7 +52,7 @@ class TreeRows:
 class Accepted:
     """What one step adds to each request.
 
-    tokens      [requests, width] int64    emitted tokens, -1 behind the last; width = deepest level + 1
+    tokens      [requests, width] int64    emitted tokens, -1 behind the last; width = deepest level + 1 at most
     rows        [requests, width] int64    row whose law gave the token: the root, then the accepted nodes; -1 behind
     num_tokens  [requests] int64           accepted nodes + 1
     """

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the SSM's draws through merging and pruning to the walk: the LLM's law comes out, at a size that shows errors.
+
+SSM and LLM are tables over a vocabulary of 6: the next token's law depends on the last token. Thousands of requests
+draft and verify side by side, and the first two tokens they emit are compared with the LLM's law.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+pytest.importorskip("vllm")
+
+from specinfer_vllm.propose import children as drawing  # noqa: E402
+from specinfer_vllm.propose.ensemble import Ensemble  # noqa: E402
+from specinfer_vllm.propose.proposer import DraftBatch, DraftSampling, Proposer  # noqa: E402
+from specinfer_vllm.propose.ssm import SsmProposer  # noqa: E402
+from specinfer_vllm.tree.topology import TokenTrees, from_arrays  # noqa: E402
+from specinfer_vllm.verify.draws import Draws  # noqa: E402
+from specinfer_vllm.verify.rules import RULES  # noqa: E402
+from specinfer_vllm.verify.walk import TreeRows  # noqa: E402
+
+VOCAB, REQUESTS, ROOT = 6, 40_000, 2
+FALSE_ALARM = 1e-4  # per test, fixed beforehand
+SAMPLED = [name for name, rule in RULES.items() if rule.drafting != "any"]
+
+
+def table(seed: int, sharpness: float) -> torch.Tensor:
+    """Logits [vocab, vocab] of the token behind each token."""
+    return torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(seed)) * sharpness
+
+
+LLM_LOGITS = table(0, 1.2)
+LLM = LLM_LOGITS.softmax(dim=-1)
+
+
+class TableSsm(SsmProposer):
+    """An SSM whose hidden state is its last token."""
+
+    def __init__(self, index: int, expansion=None, width: int = 3, depth: int = 2, ssms: int = 1, row_cost=0.0):
+        self.index, self.name, self.expansion, self.max_depth = index, f"ssm{index}", expansion, depth
+        self.options = type("Options", (), {"width": width})
+        self.row_cost, self.num_ssms, self.num_slots, self.max_len = row_cost, ssms, 0, 1 << 20
+        self.num_tokens, self.lost = VOCAB, np.zeros(REQUESTS, bool)
+        logits = LLM_LOGITS + table(10 + index, 0.8)
+        self.model = type("Model", (), {"compute_logits": staticmethod(lambda states: logits[states[:, 0].long()])})
+        self.llm_config = type(
+            "C", (), {"model_config": type("M", (), {"get_vocab_size": staticmethod(lambda: VOCAB)})}
+        )
+
+    def catch_up(self) -> torch.Tensor:
+        return torch.full((REQUESTS, 1), float(ROOT))
+
+    def read_level(self, token, ancestors, depth, root, requests) -> torch.Tensor:
+        return token[:, :, None].float()
+
+
+class Fixed(Proposer):
+    """A draft-free proposer that always says the same: two tokens and one behind the first."""
+
+    name = "fixed"
+
+    def propose(self, batch: DraftBatch) -> TokenTrees:
+        count = batch.num_requests
+        score = np.log(np.array([1.0, 0.5, 0.4, 0.3], np.float32))
+        return from_arrays(
+            offsets=np.arange(count + 1) * 4,
+            tokens=np.tile([ROOT, 0, 1, 3], count),
+            parent=np.tile([-1, 0, 1, 0], count),
+            score=np.tile(score, count),
+        )
+
+
+def draft_batch(drafting: str, max_nodes: int, seed: int) -> DraftBatch:
+    sampling = DraftSampling(
+        drafting,
+        sampled=np.ones(REQUESTS, bool),
+        temperature=np.full(REQUESTS, 0.8, np.float32),
+        top_k=np.full(REQUESTS, VOCAB, np.int32),
+        top_p=np.full(REQUESTS, 0.95, np.float32),
+        seed=np.arange(REQUESTS) + seed * REQUESTS,
+    )
+    return DraftBatch(
+        slots=np.arange(REQUESTS),
+        history=np.full((REQUESTS, 1), ROOT, np.int32),
+        rows=np.arange(REQUESTS),
+        lengths=np.ones(REQUESTS, np.int64),
+        max_depth=np.full(REQUESTS, 4, np.int32),
+        max_nodes=np.full(REQUESTS, max_nodes, np.int32),
+        sampling=sampling,
+    )
+
+
+def p_value(rule: str, proposers: list[Proposer], max_nodes: int = 8, row_cost: float = 0.0, seed: int = 1) -> float:
+    """Chi-square of the first two tokens against the LLM's law."""
+    batch = draft_batch(RULES[rule].drafting, max_nodes, seed)
+    ensemble = Ensemble(proposers, row_cost=row_cost)
+    trees = ensemble.propose(batch)
+    assert not ensemble.take_failures()
+    rows = TreeRows.of(trees)
+    draws = Draws.of(trees, ensemble.laws, VOCAB)
+    assert len(draws.row) > REQUESTS / 2
+    law = LLM[torch.where(rows.depth == 0, ROOT, rows.tokens)]
+    seeds = torch.from_numpy(batch.sampling.seed)[rows.request]
+    accepted = RULES[rule].verify(rows, draws, law, seeds, 1 + rows.depth)
+    first = accepted.tokens[:, 0]
+    generator = torch.Generator().manual_seed(seed)
+    second = LLM[first].multinomial(1, generator=generator).view(-1)
+    if accepted.tokens.shape[1] > 1:
+        second = torch.where(accepted.num_tokens > 1, accepted.tokens[:, 1], second)
+    counts = np.bincount((first * VOCAB + second).numpy(), minlength=VOCAB * VOCAB)
+    expected = (LLM[ROOT][:, None] * LLM).flatten().double().numpy()
+    assert accepted.num_tokens.double().mean() > 1.2
+    return float(stats.chisquare(counts, REQUESTS * expected / expected.sum()).pvalue)
+
+
+@pytest.mark.parametrize("rule", SAMPLED)
+@pytest.mark.parametrize("expansion", [(2, 2), (1, 1, 1), None], ids=["fork", "chain", "best-first"])
+def test_the_llms_law_comes_out(rule, expansion):
+    assert p_value(rule, [TableSsm(0, expansion, depth=3)]) > FALSE_ALARM
+
+
+@pytest.mark.parametrize("rule", SAMPLED)
+def test_pruned_trees_of_two_ssms_and_a_draft_free_proposer(rule):
+    """Shared tokens, a budget that cuts all three, and children that another proposer holds likely."""
+    proposers = [TableSsm(0, ssms=2, row_cost=0.05), TableSsm(1, ssms=2, row_cost=0.05), Fixed()]
+    assert p_value(rule, proposers, max_nodes=6, row_cost=0.05) > FALSE_ALARM
+
+
+@pytest.mark.parametrize("rule", ["mss", "without_replacement"])
+def test_a_score_that_knows_the_token_is_caught(rule, monkeypatch):
+    """Negative control: with each draw scored by its own probability the budget keeps likely draws, and biases."""
+    original = drawing.ChildSampler._sampled
+
+    def telling(self, children, logits, parent):
+        drawn = original(self, children, logits, parent)
+        law = (logits / 0.8).softmax(dim=-1)
+        return drawing.Children(drawn.token, law.gather(-1, drawn.token.clamp(min=0)).log(), drawn.back, drawn.law)
+
+    monkeypatch.setattr(drawing.ChildSampler, "_sampled", telling)
+    assert p_value(rule, [TableSsm(0, depth=3)], max_nodes=3) < FALSE_ALARM
+
+
+def test_draws_saved_by_another_proposer_are_caught(monkeypatch):
+    """Negative control: without protection a draw survives when someone else holds its token likely."""
+    from specinfer_vllm.propose import ensemble
+
+    monkeypatch.setattr(ensemble, "_sampled_rows", lambda trees: np.zeros(trees.num_rows, bool))
+    assert p_value("without_replacement", [TableSsm(0, depth=2), Fixed()], max_nodes=3) < FALSE_ALARM
+
+
+def test_a_request_draws_the_same_alone_and_in_a_batch():
+    ssm = TableSsm(0, row_cost=0.05)
+    batch = draft_batch("without_replacement", 6, seed=3)
+    trees = Ensemble([ssm], row_cost=0.05).propose(batch)
+    some = np.array([5, 17, 4000])
+    arrays = {name: getattr(batch, name)[some] for name in ("slots", "rows", "lengths", "max_depth", "max_nodes")}
+    drawn = {name: getattr(batch.sampling, name)[some] for name in ("sampled", "temperature", "top_k", "top_p", "seed")}
+    few = DraftBatch(**arrays, history=batch.history, sampling=DraftSampling("without_replacement", **drawn))
+    alone = Ensemble([ssm], row_cost=0.05).propose(few)
+    expected = trees.select(some)
+    assert alone.tokens.tolist() == expected.tokens.tolist() and alone.parent.tolist() == expected.parent.tolist()
+    assert alone.draw_node.tolist() == expected.draw_node.tolist()
+
+
+def test_two_ssms_draw_independently():
+    trees = [TableSsm(i, (1,), depth=1).propose(draft_batch("iid", 4, seed=5)) for i in (0, 0)]
+    assert trees[0].tokens.tolist() == trees[1].tokens.tolist()  # the same SSM and seed
+    other = TableSsm(1, (1,), depth=1)
+    other.model = TableSsm(0, (1,)).model
+    assert other.propose(draft_batch("iid", 4, seed=5)).tokens.tolist() != trees[0].tokens.tolist()
