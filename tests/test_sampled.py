@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 from collections import Counter
 
 import pytest
@@ -13,31 +14,57 @@ from engines import answers, engine
 from scipy import stats
 from vllm import LLM, SamplingParams
 
+from specinfer_vllm.bench import smollm2
+from specinfer_vllm.engine import sampling
+from specinfer_vllm.verify import rejection
+from specinfer_vllm.verify.coins import ACCEPT
+
 pytestmark = pytest.mark.engine
 
 # A text that repeats itself with two continuations in the balance, so that drafts are made and half of them refused.
-PROMPT = "red blue red green red blue red green red blue red red green red blue red"
-SAMPLES = 2048
+# Long enough for one block of the prefix cache, so that requests cost their own tokens only.
+PROMPT = " ".join(["red blue red green red blue red green red blue red red green red blue red"] * 2) + " red blue red"
+SAMPLES = int(os.environ.get("SPECINFER_SAMPLES", "256"))  # requests per set of parameters
 BEST = 5  # a token is told apart if it is among the law's best 5, else it counts as "other"
-FALSE_ALARM = 1e-3  # fixed beforehand
+FALSE_ALARM = 1e-3  # of a whole test, fixed beforehand
+
+EXTRAS = {
+    "none": {},
+    "top_p": {"top_p": 0.9},
+    "top_k": {"top_k": 20},
+    "min_p": {"min_p": 0.1},
+    "repetition_penalty": {"repetition_penalty": 1.3},
+    "logit_bias": {"logit_bias": {2654: 1.5, 4461: -1.0, 198: 2.0}},
+}
+SETTINGS = {
+    f"{name} at {temperature}": {"temperature": temperature, **extra}
+    for temperature in (0.3, 0.7, 1.0)
+    for name, extra in EXTRAS.items()
+}
+BATCHES = {"max_num_batched_tokens": 1024, "kv_cache_memory_bytes": 3 << 29}
+Law = dict[tuple[int, ...], float]
 
 
 @pytest.fixture(scope="module")
-def exact(model_path) -> dict[tuple[int, ...], float]:
-    """Probabilities of the first three tokens at temperature 1, from plain vLLM's logprobs of every prefix."""
-    with engine(model_path, max_num_seqs=32) as llm:
-        ask = SamplingParams(temperature=0, max_tokens=1, logprobs=BEST)
+def laws(model_path) -> dict[str, Law]:
+    """Probabilities of the first two tokens under each setting, as plain vLLM itself says it samples them."""
+    with engine(model_path, max_num_seqs=32, logprobs_mode="processed_logprobs") as llm:
         prompt = llm.get_tokenizer()(PROMPT).input_ids
-        laws: dict[tuple[int, ...], float] = {(): 1.0}
-        for _ in range(3):
-            prefixes = list(laws)
-            asked = llm.generate([{"prompt_token_ids": [*prompt, *each]} for each in prefixes], ask, use_tqdm=False)
-            laws = {
-                (*prefix, token): laws[prefix] * math.exp(entry.logprob)
-                for prefix, output in zip(prefixes, asked, strict=True)
-                for token, entry in best(output.outputs[0].logprobs[0])
-            }
-        return laws
+        return {name: law_of(llm, prompt, settings) for name, settings in SETTINGS.items()}
+
+
+def law_of(llm: LLM, prompt: list[int], settings: dict) -> Law:
+    ask = SamplingParams(**settings, max_tokens=1, logprobs=BEST)
+    law: Law = {(): 1.0}
+    for _ in range(2):
+        prefixes = list(law)
+        asked = llm.generate([{"prompt_token_ids": [*prompt, *each]} for each in prefixes], ask, use_tqdm=False)
+        law = {
+            (*prefix, token): law[prefix] * math.exp(entry.logprob)
+            for prefix, output in zip(prefixes, asked, strict=True)
+            for token, entry in best(output.outputs[0].logprobs[0])
+        }
+    return law
 
 
 def best(entries: dict) -> list:
@@ -46,52 +73,115 @@ def best(entries: dict) -> list:
 
 
 @pytest.fixture(scope="module")
-def tree(model_path, exact):
-    """An engine that verifies nodes however unlikely; after `exact`, since one process holds one engine at a time."""
-    options = {"method": "tree", "num_nodes": 6, "row_cost": 0}
-    with engine(model_path, max_num_seqs=64, max_num_batched_tokens=1024, speculative_config=options) as llm:
+def tree(model_path, laws, ssm_path):
+    """Two SSMs, one of them good, merged with draft-free trees; after `laws`: a process holds one engine at a time."""
+    good = smollm2.cut(model_path, layers=[*range(12), *range(20, 30)])
+    options = {
+        "method": "tree",
+        "ssms": [{"model": str(good), "expansion": [2]}, {"model": str(ssm_path), "expansion": [1, 1]}],
+        "proposers": ["ngram", "recycling"],
+        "num_nodes": 6,
+        "primer": "none",
+    }
+    with engine(model_path, max_num_seqs=64, **BATCHES, speculative_config=options) as llm:
         yield llm
 
 
-def first_three(llm: LLM, seed: int) -> Counter:
-    """Counts of the first three tokens of SAMPLES independent requests; the fourth keeps the third's tree alive."""
-    params = [SamplingParams(temperature=1.0, max_tokens=4, ignore_eos=True, seed=seed + i) for i in range(SAMPLES)]
-    outputs = llm.generate([PROMPT] * SAMPLES, params, use_tqdm=False)
-    return Counter(tuple(output.outputs[0].token_ids[:3]) for output in outputs)
+def pairs(llm: LLM, settings: dict[str, dict], seed: int | None = None) -> dict[str, Counter]:
+    """Counts of the first two tokens of SAMPLES requests per setting, all in one batch.
+
+    The third token keeps the tree behind the first alive. seed: of the first request of each; None = no seeds
+    """
+    params = [
+        SamplingParams(**each, max_tokens=3, ignore_eos=True, seed=None if seed is None else seed + i)
+        for i in range(SAMPLES)
+        for each in settings.values()
+    ]
+    outputs = llm.generate([PROMPT] * len(params), params, use_tqdm=False)
+    counts = {name: Counter() for name in settings}
+    for name, output in zip(itertools.cycle(settings), outputs, strict=False):
+        counts[name][tuple(output.outputs[0].token_ids[:2])] += 1
+    return counts
 
 
-def p_value(counts: Counter, law: dict[tuple[int, ...], float]) -> float:
-    """Chi-square over the sequences expected at least 5 times; all others are one bin."""
-    named = [sequence for sequence, p in law.items() if p * SAMPLES >= 5]
-    observed = [counts[sequence] for sequence in named]
-    expected = [law[sequence] * SAMPLES for sequence in named]
-    observed.append(SAMPLES - sum(observed))
-    expected.append(SAMPLES - sum(expected))
-    return float(stats.chisquare(observed, expected).pvalue)
+def p_value(counts: Counter, law: Law) -> float:
+    """Chi-square over the sequences expected at least 5 times; the other named ones and the rest are a bin each."""
+    total = sum(counts.values())
+    likely = [sequence for sequence, p in law.items() if p * total >= 5]
+    observed = [counts[sequence] for sequence in likely]
+    expected = [law[sequence] * total for sequence in likely]
+    rare = set(law) - set(likely)
+    for seen, due in (
+        (sum(counts[each] for each in rare), total * sum(law[each] for each in rare)),
+        (sum(n for each, n in counts.items() if each not in law), total * (1 - sum(law.values()))),
+    ):
+        if due >= 5:
+            observed.append(seen)
+            expected.append(due)
+        else:
+            assert seen <= due + 12, f"{seen} samples where {due:.1f} are due"
+    assert len(observed) > 1
+    return float(stats.chisquare(observed, [each * sum(observed) / sum(expected) for each in expected]).pvalue)
 
 
-def test_naive_sampling_follows_the_llm(tree, exact):
+def p_values(counts: dict[str, Counter], laws: dict[str, Law]) -> dict[str, float]:
+    found = {name: p_value(counts[name], laws[name]) for name in counts}
+    print(found)
+    return found
+
+
+def test_every_setting_follows_the_llm(tree, laws):
+    """Without replacement, all settings in one batch. False alarm: FALSE_ALARM for the whole test."""
     before = tree.collective_rpc("tree_stats")[0]
-    assert p_value(first_three(tree, seed=1000), exact) > FALSE_ALARM
+    found = p_values(pairs(tree, SETTINGS), laws)
+    assert min(found.values()) > FALSE_ALARM / len(found), found
     after = tree.collective_rpc("tree_stats")[0]
-    assert after["accepted"] - before["accepted"] > SAMPLES / 10  # trees decided tokens, not only roots
+    accepted = after["accepted"] - before["accepted"]
+    assert accepted > SAMPLES * len(SETTINGS) / 8  # trees decided tokens, not only roots
+    assert after["accepted_by"]["ssm0"] > before["accepted_by"].get("ssm0", 0)
+    assert after["undrafted"] == before["undrafted"] == {}
 
 
-def test_preferring_drafted_tokens_is_caught(tree, exact, monkeypatch):
-    """Negative control: with the first child taken in one case of five the same test must fail."""
-    from specinfer_vllm.engine import runner_v1
+def test_seeded_requests_follow_the_llm_by_the_naive_rule(tree, laws):
+    chosen = {name: SETTINGS[name] for name in ("none at 1.0", "top_p at 0.7", "repetition_penalty at 1.0")}
+    found = p_values(pairs(tree, chosen, seed=1000), laws)
+    assert min(found.values()) > FALSE_ALARM / len(found), found
 
-    original = runner_v1.walk
 
-    def biased(rows, chosen):
-        first_children = torch.nonzero(rows.depth > 0).view(-1)
-        lucky = first_children[torch.rand(len(first_children)) < 0.2]
-        chosen = chosen.clone()
-        chosen[rows.parent[lucky]] = rows.tokens[lucky]
-        return original(rows, chosen)
+def caught(llm: LLM, laws: dict[str, Law], seed: int | None = None) -> bool:
+    """Whether the chi-square of twice SAMPLES requests at temperature 1 fails."""
+    name = "none at 1.0"
+    settings = {f"{name} {i}": SETTINGS[name] for i in range(2)}
+    counts = pairs(llm, settings, seed)
+    return p_value(sum(counts.values(), Counter()), laws[name]) < FALSE_ALARM
 
-    monkeypatch.setattr(runner_v1, "walk", biased)
-    assert p_value(first_three(tree, seed=5000), exact) < FALSE_ALARM
+
+def test_preferring_drafted_tokens_is_caught(tree, laws, monkeypatch):
+    """Negative control of the naive rule: a law that leans towards the first child by a fifth."""
+    original = sampling.RowLaws._laws
+
+    def leaning(self, rows):
+        law = original(self, rows)
+        for i, row in enumerate(rows.tolist()):
+            children = torch.nonzero((self.trees.parent == row) & (self.trees.depth > 0)).view(-1)
+            if len(children):
+                law[i] *= 0.8
+                law[i, self.trees.tokens[children[0]]] += 0.2
+        return law
+
+    monkeypatch.setattr(sampling.RowLaws, "_laws", leaning)
+    assert caught(tree, laws, seed=5000)
+
+
+def test_accepting_every_draw_is_caught(tree, laws, monkeypatch):
+    """Negative control: a drafted token stays whenever the LLM does not rule it out, as r < d/d has it."""
+    original = rejection.coins
+
+    def generous(seed, position, purpose, index=0):
+        return original(seed, position, purpose, index) * (purpose != ACCEPT)
+
+    monkeypatch.setattr(rejection, "coins", generous)
+    assert caught(tree, laws)
 
 
 def sampled(**params) -> SamplingParams:

@@ -80,7 +80,7 @@ def draft_batch(drafting: str, max_nodes: int, seed: int) -> DraftBatch:
         sampled=np.ones(REQUESTS, bool),
         temperature=np.full(REQUESTS, 0.8, np.float32),
         top_k=np.full(REQUESTS, VOCAB, np.int32),
-        top_p=np.full(REQUESTS, 0.95, np.float32),
+        top_p=np.full(REQUESTS, 0.8, np.float32),
         seed=np.arange(REQUESTS) + seed * REQUESTS,
     )
     return DraftBatch(
@@ -100,6 +100,7 @@ def p_value(rule: str, proposers: list[Proposer], max_nodes: int = 8, row_cost: 
     ensemble = Ensemble(proposers, row_cost=row_cost)
     trees = ensemble.propose(batch)
     assert not ensemble.take_failures()
+    trees.validate()
     rows = TreeRows.of(trees)
     draws = Draws.of(trees, ensemble.laws, VOCAB)
     assert len(draws.row) > REQUESTS / 2
@@ -150,6 +151,19 @@ def test_draws_saved_by_another_proposer_are_caught(monkeypatch):
 
     monkeypatch.setattr(ensemble, "_sampled_rows", lambda trees: np.zeros(trees.num_rows, bool))
     assert p_value("without_replacement", [TableSsm(0, depth=2), Fixed()], max_nodes=3) < FALSE_ALARM
+
+
+def test_laws_stored_before_top_p_are_caught(monkeypatch):
+    """Negative control: the rule is told another law than the one the draws come from."""
+    original = drawing.ChildSampler._sampled
+
+    def careless(self, children, logits, parent):
+        drawn = original(self, children, logits, parent)
+        self.kept[-1] = (logits / 0.8).softmax(dim=-1).flatten(0, 1)
+        return drawn
+
+    monkeypatch.setattr(drawing.ChildSampler, "_sampled", careless)
+    assert p_value("mss", [TableSsm(0, (2, 2))]) < FALSE_ALARM
 
 
 def test_a_request_draws_the_same_alone_and_in_a_batch():

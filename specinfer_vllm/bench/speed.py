@@ -15,8 +15,10 @@ from typing import Any
 # The chain is the tree's own proposers without branches, so that only the tree's shape differs.
 ROWS: dict[str, dict[str, Any] | None] = {
     "plain": None,
-    "chain": {"method": "tree", "branches": 1},
-    "tree": {"method": "tree"},
+    "chain": {"method": "tree", "branches": 1, "primer": "none"},
+    "tree": {"method": "tree", "primer": "none"},
+    "chain, primer": {"method": "tree", "branches": 1, "primer": "auto"},
+    "tree, primer": {"method": "tree", "primer": "auto"},
 }
 
 
@@ -28,9 +30,11 @@ def main(arguments: list[str] | None = None) -> int:
     engines.use_all_cores()
     from vllm import LLM, SamplingParams
 
-    from specinfer_vllm.bench import prompts, smollm2
+    from specinfer_vllm.bench import cache, primer, prompts, smollm2
 
     model = options.model or smollm2.model_path()
+    if any("primer" in name for name in options.rows):
+        cache.say(f"primer: {primer.build(model)}")
     shared = engines.settings(model, not options.eager, max(options.batch))
     configurations = {name: ROWS[name] for name in options.rows}
     running: dict[str, Any] = {}
@@ -59,7 +63,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=8, help="prompts of each set (default 8)")
     parser.add_argument("--tokens", type=int, default=96, help="output tokens per prompt (default 96)")
     parser.add_argument("--repeats", type=int, default=5, help="alternating runs of each engine (default 5)")
-    parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS), help="engines to compare")
+    parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS)[:3], help="engines to compare")
     parser.add_argument("--model", help="LLM (default: SmolLM2-135M-Instruct)")
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
     parser.add_argument("--json", type=Path, help="also write the numbers here")

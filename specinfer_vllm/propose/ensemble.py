@@ -150,9 +150,13 @@ def unsampled(trees: TokenTrees, requests: np.ndarray) -> TokenTrees:
 
 
 def _sampled_rows(trees: TokenTrees) -> np.ndarray:
-    """Rows [rows] bool whose node carries a sampled draw."""
+    """Rows [rows] bool of nodes that carry a sampled draw, and of the nodes above them."""
     held = np.zeros(trees.num_rows, bool)
-    held[trees.draw_row[trees.draw_law >= 0]] = True
+    rows = trees.draw_row[trees.draw_law >= 0]
+    for _ in range(trees.max_depth):
+        held[rows] = True
+        rows = trees.parent_row[rows]
+    held[trees.offsets[:-1]] = False
     return held
 
 
