@@ -81,7 +81,7 @@ class TreeDrafter:
     def sampling(self, slots: np.ndarray) -> DraftSampling | None:
         """How the requests on `slots` [requests] int64 want their children; None when none samples any."""
         sampled = self.slots.sampled[slots]
-        if not sampled.any():
+        if self.rule.drafting == "any" or not sampled.any():
             return None
         of = self.slots
         return DraftSampling(

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from specinfer_vllm.propose.ensemble import unsampled
 from specinfer_vllm.tree.topology import TokenTrees, roots
 
 
@@ -70,7 +69,7 @@ class DraftedTrees:
         What is left of a cut tree may depend on the tokens that were drawn, so its draws count as not sampled.
         """
         whole = self.trees.select(np.maximum(known, 0))
-        return unsampled(whole, counts < whole.num_nodes).head(counts)
+        return whole.unsampled(counts < whole.num_nodes).head(counts)
 
     def _with_chains(self, known: np.ndarray, counts: np.ndarray, tokens: np.ndarray) -> TokenTrees:
         """As `scheduled`, when some request's drafts are not ours. Rare: a request at a time."""

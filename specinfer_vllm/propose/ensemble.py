@@ -84,7 +84,7 @@ class Ensemble:
         total = worthwhile(trees, self.row_cost)
         if self.batch_nodes is not None:
             if held.sum() > self.batch_nodes:
-                trees, held = unsampled(trees, np.ones(trees.num_requests, bool)), np.zeros_like(held)
+                trees, held = trees.unsampled(np.ones(trees.num_requests, bool)), np.zeros_like(held)
             total = min(total, self.batch_nodes)
         if held.any():
             total = max(total, int(held.sum()))
@@ -140,13 +140,6 @@ class Ensemble:
                 logger.exception("proposer %r failed and is left out of this step; further failures are counted", name)
             return False
         return True
-
-
-def unsampled(trees: TokenTrees, requests: np.ndarray) -> TokenTrees:
-    """The trees with all draws of `requests` [requests] bool as if they were not sampled: the naive rule takes any."""
-    if not requests.any() or not (trees.draw_law >= 0).any():
-        return trees
-    return replace(trees, draw_law=np.where(requests[trees.draw_request], np.int32(-1), trees.draw_law))
 
 
 def _sampled_rows(trees: TokenTrees) -> np.ndarray:

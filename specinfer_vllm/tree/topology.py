@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -203,6 +203,15 @@ class TokenTrees:
             self.draw_owner.take(draws),
             self.draw_law.take(draws),
         )
+
+    def unsampled(self, requests: np.ndarray) -> TokenTrees:
+        """The same trees with all draws of `requests` [requests] bool as if they were not sampled.
+
+        The naive rule takes any tree, so this is right whenever the choice of nodes may have looked at their tokens.
+        """
+        if not (self.draw_law >= 0).any() or not requests.any():
+            return self
+        return replace(self, draw_law=np.where(requests[self.draw_request], np.int32(-1), self.draw_law))
 
     def children(self, request: int, node: int) -> list[int]:
         """Local indices of a node's children, first to last. One node at a time: for tests and pictures."""
