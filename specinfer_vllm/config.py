@@ -16,6 +16,8 @@ from typing import Any
 
 METHOD = "tree"
 PROPOSERS = ("ngram", "recycling")
+# recycling weighs the request's own text against the LLM's rows: ngram beside it proposes nothing new.
+DEFAULT_PROPOSERS = ("recycling",)
 VERIFIERS = ("auto", "greedy", "naive", "mss", "without_replacement", "top_k_plus_one", "traversal")
 NEED_SSMS = VERIFIERS[3:]  # they compare the LLM's law with the law an SSM sampled from
 MERGES = ("union", "first")
@@ -71,7 +73,7 @@ class TreeOptions:
 
     ssms: tuple[SsmOptions, ...] = option(tuple, "small speculative models: paths, hub ids, or dicts of their options")
     proposers: tuple[str, ...] | None = option(
-        None, "draft-free proposers merged in; ngram and recycling when there is no SSM", choices=PROPOSERS
+        None, "draft-free proposers merged in; recycling when there is no SSM", choices=PROPOSERS
     )
     expansion: tuple[int, ...] | None = option(
         None, "<k1..km>: children per node on each level of an SSM's tree, e.g. [1,1,3,1,1,1,1,1]"
@@ -212,7 +214,7 @@ class TreeOptions:
         """The draft-free proposers in use."""
         if self.proposers is not None:
             return self.proposers
-        return () if self.ssms else PROPOSERS
+        return () if self.ssms else DEFAULT_PROPOSERS
 
     @property
     def samples_drafts(self) -> bool:

@@ -30,7 +30,7 @@ def read(**options) -> TreeOptions:
 def test_every_form_of_the_bare_word_is_the_same_tree(value):
     options = TreeOptions.from_value(value)
     assert options == TreeOptions()
-    assert options.free_proposers == PROPOSERS
+    assert options.free_proposers == ("recycling",)
     assert options.max_nodes >= 1 and options.max_depth >= 1 and options.max_ssm_slots == 0
 
 

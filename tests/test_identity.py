@@ -132,8 +132,8 @@ def plain(model_path) -> Run:
 
 @pytest.fixture(scope="module")
 def free(model_path) -> Run:
-    """The bare word: draft-free proposers merged."""
-    return run(model_path, EVERYTHING, speculative_config="tree")
+    """Draft-free proposers merged."""
+    return run(model_path, EVERYTHING, speculative_config={"method": "tree", "proposers": ["ngram", "recycling"]})
 
 
 @pytest.mark.parametrize("workload", EVERYTHING)

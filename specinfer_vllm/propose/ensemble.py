@@ -146,6 +146,8 @@ def _sampled_rows(trees: TokenTrees) -> np.ndarray:
     """Rows [rows] bool of nodes that carry a sampled draw, and of the nodes above them."""
     held = np.zeros(trees.num_rows, bool)
     rows = trees.draw_row[trees.draw_law >= 0]
+    if not len(rows):
+        return held
     for _ in range(trees.max_depth):
         held[rows] = True
         rows = trees.parent_row[rows]
@@ -165,7 +167,11 @@ def _labelled(trees: TokenTrees, owner: int, first_law: int, batch: DraftBatch) 
     too_deep = trees.depth > np.maximum(batch.max_depth, 0)[trees.request]
     if too_deep.any():
         trees = keep_rows(trees, ~too_deep)
-    law = np.where(trees.draw_law < 0, np.int32(-1), trees.draw_law + np.int32(first_law))
+    law = (
+        np.where(trees.draw_law < 0, np.int32(-1), trees.draw_law + np.int32(first_law))
+        if first_law
+        else trees.draw_law
+    )
     return replace(trees, draw_owner=np.full(len(trees.draw_node), owner, np.int16), draw_law=law)
 
 
