@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import random
 from collections import Counter
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from engines import answers, engine
 from scipy import stats
 from vllm import LLM, SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
 
 from specinfer_vllm.bench import smollm2
 from specinfer_vllm.engine import sampling
@@ -83,7 +85,8 @@ def tree(model_path, laws, ssm_path):
         "num_nodes": 6,
         "primer": "none",
     }
-    with engine(model_path, max_num_seqs=64, **BATCHES, speculative_config=options) as llm:
+    settings = {**BATCHES, "logprobs_mode": "processed_logprobs"}
+    with engine(model_path, max_num_seqs=64, **settings, speculative_config=options) as llm:
         yield llm
 
 
@@ -211,17 +214,45 @@ def tree_runner(llm: LLM):
 
 
 def test_mixed_batches_give_each_request_what_it_gets_alone(tree):
+    """Greedy, sampled, penalised, under a grammar, without drafts; among requests without a seed."""
     kinds = [
         sampled(temperature=0.0),
         sampled(seed=1, repetition_penalty=1.3),
         sampled(seed=2, top_p=0.8, logprobs=3),
         sampled(temperature=0.0, presence_penalty=0.5),
-        sampled(seed=3, min_tokens=8),
+        sampled(seed=3, min_tokens=8, min_p=0.05),
+        sampled(seed=4, extra_args={"nobody": "reads this"}),
+        sampled(seed=5, ignore_eos=False, structured_outputs=StructuredOutputsParams(regex="(red|blue) (green )+end")),
     ]
     alone = [answers(tree.generate([PROMPT], each, use_tqdm=False))[0].tokens for each in kinds]
-    for order in itertools.islice(itertools.permutations(range(len(kinds))), 0, 120, 53):
-        mixed = answers(tree.generate([PROMPT] * len(kinds), [kinds[i] for i in order], use_tqdm=False))
-        assert [each.tokens for each in mixed] == [alone[i] for i in order]
+    rng = random.Random(0)
+    for _ in range(3):
+        order = [*rng.sample(range(len(kinds)), len(kinds)), -1, -1, -1]  # -1 = no seed
+        rng.shuffle(order)
+        params = [sampled(repetition_penalty=1.1) if i < 0 else kinds[i] for i in order]
+        mixed = answers(tree.generate([PROMPT] * len(order), params, use_tqdm=False))
+        assert [each.tokens for each, i in zip(mixed, order, strict=True) if i >= 0] == [
+            alone[i] for i in order if i >= 0
+        ]
+
+
+def test_odd_parameters_are_served_or_refused_by_name(tree):
+    """Nothing stops the engine: what vLLM refuses it refuses, the rest has a result."""
+    with pytest.raises(ValueError, match="allowed_token_ids"):
+        tree.generate([PROMPT], sampled(allowed_token_ids=[]), use_tqdm=False)
+    odd = [
+        sampled(temperature=1e-6),
+        sampled(top_k=10**6, seed=1),
+        sampled(top_p=1e-9, temperature=1.5),
+        sampled(min_p=1.0),
+        sampled(allowed_token_ids=[2654]),
+        sampled(logit_bias={2654: 100.0}, repetition_penalty=2.0),
+    ]
+    greedy = answers(tree.generate([PROMPT], sampled(temperature=0.0), use_tqdm=False))[0].tokens
+    found = [each.tokens for each in answers(tree.generate([PROMPT] * len(odd), odd, use_tqdm=False))]
+    assert all(len(tokens) == 32 for tokens in found)
+    assert found[0] == found[2] == found[3] == greedy  # one token is left to each
+    assert set(found[4]) == {2654}
 
 
 def test_an_unseeded_request_varies(tree):
@@ -229,16 +260,16 @@ def test_an_unseeded_request_varies(tree):
     assert len({tuple(each.tokens) for each in outputs}) > 1
 
 
-def test_logprobs_of_sampled_tokens_come_from_their_own_row(tree):
-    """Each token's logprob equals what a fresh request over the same prefix says."""
-    output = tree.generate([PROMPT], sampled(seed=9, logprobs=0), use_tqdm=False)[0]
+@pytest.mark.parametrize("seed", [9, None], ids=["naive", "without replacement"])
+def test_logprobs_of_sampled_tokens_come_from_their_own_row(tree, seed):
+    """Processed logprobs: what vLLM's own sampler says behind the same prefix, for a request that gets no drafts."""
+    asked = {"temperature": 0.8, "top_k": 50, "repetition_penalty": 1.1, "logprobs": 5}
+    output = tree.generate([PROMPT], sampled(seed=seed, **asked), use_tqdm=False)[0]
     tokens = list(output.outputs[0].token_ids)
-    again = tree.generate(
-        [{"prompt_token_ids": [*output.prompt_token_ids, *tokens]}],
-        SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0),
-        use_tqdm=False,
-    )[0]
-    start = len(output.prompt_token_ids)
-    for i, token in enumerate(tokens):
-        said = output.outputs[0].logprobs[i][token].logprob
-        assert said == pytest.approx(again.prompt_logprobs[start + i][token].logprob, abs=1e-3)
+    stock = SamplingParams(**asked, max_tokens=1, extra_args={"nobody": "reads this"})
+    prefixes = [{"prompt_token_ids": [*output.prompt_token_ids, *tokens[:i]]} for i in range(len(tokens))]
+    for i, plain in enumerate(tree.generate(prefixes, stock, use_tqdm=False)):
+        said, expected = output.outputs[0].logprobs[i], plain.outputs[0].logprobs[0]
+        for token in set(said) & set(expected):
+            assert said[token].logprob == pytest.approx(expected[token].logprob, abs=1e-3)
+        assert tokens[i] in said and len(set(said) & set(expected)) >= 5

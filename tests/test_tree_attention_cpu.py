@@ -199,3 +199,13 @@ def test_layout_probe_refuses_what_it_cannot_invert(monkeypatch):
     monkeypatch.setattr("specinfer_vllm.attention.cpu_kv_layout.ops.cpu_attn_reshape_and_cache", lossy)
     with pytest.raises(ValueError, match="kv_cache_dtype"):
         CpuKvLayout.probe(32, 32, torch.float32, "vec")
+
+
+@pytest.mark.parametrize("name", ["sinks", "alibi_slopes"])
+def test_attention_that_trees_do_not_know_is_refused_by_name(name):
+    found = object.__new__(tree_cpu.TreeCPUAttentionImpl)
+    vars(found).update(alibi_slopes=None, sinks=None)
+    found.check()
+    setattr(found, name, torch.zeros(2))
+    with pytest.raises(NotImplementedError, match=f"'tree' cannot verify this LLM yet, .* uses {name}"):
+        found.check()

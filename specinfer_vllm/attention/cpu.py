@@ -113,19 +113,21 @@ class TreeCPUAttentionImpl(CPUAttentionBackendImpl):
         kv_cache       [blocks, kv_heads, block_size, 2 * head_dim], interior as the layout says
         """
         if self.layout is None:
-            self.layout = self.probe(layer, kv_cache)
+            self.layout = layout_of(layer, kv_cache)
             self.compiled = kernel() if self.fits_kernel(query, kv_cache) else None
         if self.compiled is not None:
             self.kernel_forward(query, kv_cache, tree, output)
         else:
             self.torch_forward(query, kv_cache, tree, output)
 
-    def probe(self, layer, kv_cache: torch.Tensor) -> CpuKvLayout:
-        """The packing of this layer's cache. NotImplementedError: a kind of attention the masked path does not know."""
+    def check(self) -> None:
+        """Raise NotImplementedError for a kind of attention the masked path does not know; called before serving."""
         for name in ("alibi_slopes", "sinks"):
             if getattr(self, name) is not None:
-                raise NotImplementedError(f"method 'tree': the LLM's attention uses {name}, not supported on trees yet")
-        return layout_of(layer, kv_cache)
+                raise NotImplementedError(
+                    f"speculative_config.method: 'tree' cannot verify this LLM yet, whose attention uses {name}; "
+                    "use another method"
+                )
 
     def fits_kernel(self, query: torch.Tensor, kv_cache: torch.Tensor) -> bool:
         """Whether cpu_kernel.cpp was written for this dtype, packing and shape."""

@@ -16,7 +16,7 @@ from vllm.config import CompilationMode
 from vllm.v1.outputs import DraftTokenIds, LogprobsTensors, SamplerOutput
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-from specinfer_vllm.attention.cpu import TreePass
+from specinfer_vllm.attention.cpu import TreeCPUAttentionImpl, TreePass
 from specinfer_vllm.attention.cpu_kv_layout import layout_of
 from specinfer_vllm.attention.tree_mask import TreeMask
 from specinfer_vllm.engine import sampling
@@ -292,8 +292,11 @@ class TreeRunnerMixin:
             ssm.begin(SsmStep(self.input_batch.token_ids_cpu, self.step.slots, first, end, table))
 
     def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
-        """As upstream; the SSMs' layers are in the cache now."""
+        """As upstream; the SSMs' layers are in the cache now. NotImplementedError: attention that trees do not know."""
         super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
+        for layer in self.compilation_config.static_forward_context.values():
+            if isinstance(impl := getattr(layer, "impl", None), TreeCPUAttentionImpl):
+                impl.check()
         self.compactions = None
         self.ssm_groups = [ssm.bind(self.attn_groups) for ssm in self.drafter.ssms]
 
