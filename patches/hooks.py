@@ -122,6 +122,12 @@ RUNNER: tuple[Hook, ...] = (
     ),
     Hook(
         CPU_RUNNER,
+        "CPUModelRunner._bookkeeping_sync",
+        ("self", "*"),
+        "generators of unfinished prompts are wound back by an offset that a CPU's do not have",
+    ),
+    Hook(
+        CPU_RUNNER,
         "CPUModelRunner.propose_draft_token_ids",
         ("self", "scheduler_output", "sampled_token_ids", "*"),
         "the next trees are drafted after bookkeeping",

@@ -105,8 +105,8 @@ class TreeOptions:
     merge: str = option("union", "union of all proposers' trees, or the first that has one", choices=MERGES)
     verifier: str = option(
         "auto",
-        "acceptance rule of sampled requests; auto = without_replacement on SSMs' trees, naive without SSMs and for "
-        "requests with a seed, whose output must not depend on what is drafted",
+        "acceptance rule of sampled requests; auto = naive, whose output does not depend on what is drafted; the last "
+        "four weigh the SSMs' probabilities",
         choices=VERIFIERS,
     )
     share_recycling: bool = option(
@@ -203,6 +203,11 @@ class TreeOptions:
             )
 
     def _check_budget(self) -> None:
+        if self.batch_nodes is not None and self.verifier in NEED_SSMS:
+            raise TreeOptionError(
+                f"{WHERE}.batch_nodes: it would drop sampled children by how many there are, and {self.verifier!r} is "
+                "exact only when that does not depend on their tokens; bound num_nodes instead"
+            )
         if None not in (self.num_nodes, self.batch_nodes) and self.num_nodes > self.batch_nodes:
             raise TreeOptionError(
                 f"{WHERE}.num_nodes: {self.num_nodes} is more than all trees of a step may have, "
@@ -219,7 +224,7 @@ class TreeOptions:
     @property
     def samples_drafts(self) -> bool:
         """Whether SSMs sample the children of some requests, instead of proposing their likeliest tokens."""
-        return bool(self.ssms) and self.branches is None and self.verifier in ("auto", *NEED_SSMS)
+        return bool(self.ssms) and self.branches is None and self.verifier in NEED_SSMS
 
     @property
     def cost_of_row(self) -> float:

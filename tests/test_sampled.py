@@ -14,12 +14,14 @@ import torch
 from engines import answers, engine
 from scipy import stats
 from vllm import LLM, SamplingParams
+from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 
 from specinfer_vllm.bench import smollm2
 from specinfer_vllm.engine import sampling
 from specinfer_vllm.verify import rejection
 from specinfer_vllm.verify.coins import ACCEPT
+from specinfer_vllm.verify.rules import RULES
 
 pytestmark = pytest.mark.engine
 
@@ -82,6 +84,7 @@ def tree(model_path, laws, ssm_path):
         "method": "tree",
         "ssms": [{"model": str(good), "expansion": [2]}, {"model": str(ssm_path), "expansion": [1, 1]}],
         "proposers": ["ngram", "recycling"],
+        "verifier": "without_replacement",
         "num_nodes": 6,
         "primer": "none",
     }
@@ -145,7 +148,13 @@ def test_every_setting_follows_the_llm(tree, laws):
     assert after["undrafted"] == before["undrafted"] == {}
 
 
-def test_seeded_requests_follow_the_llm_by_the_naive_rule(tree, laws):
+@pytest.fixture
+def naive(tree, monkeypatch):
+    """The same engine with the rule that is used when none is asked for."""
+    monkeypatch.setattr(tree_runner(tree).drafter, "rule", RULES["naive"])
+
+
+def test_naive_sampling_follows_the_llm(tree, naive, laws):
     chosen = {name: SETTINGS[name] for name in ("none at 1.0", "top_p at 0.7", "repetition_penalty at 1.0")}
     found = p_values(pairs(tree, chosen, seed=1000), laws)
     assert min(found.values()) > FALSE_ALARM / len(found), found
@@ -159,7 +168,7 @@ def caught(llm: LLM, laws: dict[str, Law], seed: int | None = None) -> bool:
     return p_value(sum(counts.values(), Counter()), laws[name]) < FALSE_ALARM
 
 
-def test_preferring_drafted_tokens_is_caught(tree, laws, monkeypatch):
+def test_preferring_drafted_tokens_is_caught(tree, naive, laws, monkeypatch):
     """Negative control of the naive rule: a law that leans towards the first child by a fifth."""
     original = sampling.RowLaws._laws
 
@@ -200,7 +209,7 @@ def test_a_seed_gives_the_same_output_alone_and_in_any_batch(tree):
     assert len({tuple(each.tokens) for each in alone}) == 3
 
 
-def test_trees_do_not_change_what_a_seed_gives(tree, monkeypatch):
+def test_trees_do_not_change_what_a_seed_gives(tree, naive, monkeypatch):
     """Coins are keyed by position: with and without drafts the same tokens come out."""
     params = [sampled(seed=3, top_p=0.9), sampled(seed=4, top_k=20), sampled(seed=5)]
     with_trees = answers(tree.generate([PROMPT] * 3, params, use_tqdm=False))
@@ -213,8 +222,10 @@ def tree_runner(llm: LLM):
     return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
 
 
-def test_mixed_batches_give_each_request_what_it_gets_alone(tree):
+@pytest.mark.parametrize("name", ["naive", "without_replacement"])
+def test_mixed_batches_give_each_request_what_it_gets_alone(tree, name, monkeypatch):
     """Greedy, sampled, penalised, under a grammar, without drafts; among requests without a seed."""
+    monkeypatch.setattr(tree_runner(tree).drafter, "rule", RULES[name])
     kinds = [
         sampled(temperature=0.0),
         sampled(seed=1, repetition_penalty=1.3),
@@ -236,9 +247,38 @@ def test_mixed_batches_give_each_request_what_it_gets_alone(tree):
         ]
 
 
+def test_a_seed_gives_the_same_output_to_a_request_that_comes_late(tree, naive):
+    """Its prompt is read, in chunks, beside requests that draft: its first token is drawn as if it were alone."""
+    params = sampled(seed=21)
+    text = "Once there was a king who had three daughters. " * 12
+    alone = answers(tree.generate([text], params, use_tqdm=False))[0].tokens
+    core = tree.llm_engine
+    for i in range(60):
+        core.add_request(f"early-{i}", PROMPT, sampled(temperature=0.0, max_tokens=24))
+    found = None
+    for step in itertools.count():
+        if step == 5:
+            core.add_request("late", text, params)
+        for output in core.step():
+            if output.finished and output.request_id == "late":
+                found = list(output.outputs[0].token_ids)
+        if step > 5 and not core.has_unfinished_requests():
+            break
+    assert found == alone
+
+
+def test_logprobs_of_chosen_tokens_leave_the_neighbours_alone(tree, naive):
+    """logprob_token_ids: its own row says them, and the other requests keep their trees and seeds."""
+    seeded, asks = sampled(seed=8), SamplingParams(temperature=0, max_tokens=8, logprob_token_ids=[10, 2654])
+    alone = answers(tree.generate([PROMPT], seeded, use_tqdm=False))[0].tokens
+    first, second = tree.generate([PROMPT] * 2, [asks, seeded], use_tqdm=False)
+    assert list(second.outputs[0].token_ids) == alone
+    assert all({10, 2654} <= set(position) for position in first.outputs[0].logprobs)
+
+
 def test_odd_parameters_are_served_or_refused_by_name(tree):
     """Nothing stops the engine: what vLLM refuses it refuses, the rest has a result."""
-    with pytest.raises(ValueError, match="allowed_token_ids"):
+    with pytest.raises(VLLMValidationError, match="allowed_token_ids"):
         tree.generate([PROMPT], sampled(allowed_token_ids=[]), use_tqdm=False)
     odd = [
         sampled(temperature=1e-6),
@@ -260,7 +300,7 @@ def test_an_unseeded_request_varies(tree):
     assert len({tuple(each.tokens) for each in outputs}) > 1
 
 
-@pytest.mark.parametrize("seed", [9, None], ids=["naive", "without replacement"])
+@pytest.mark.parametrize("seed", [9, None], ids=["seed", "no seed"])
 def test_logprobs_of_sampled_tokens_come_from_their_own_row(tree, seed):
     """Processed logprobs: what vLLM's own sampler says behind the same prefix, for a request that gets no drafts."""
     asked = {"temperature": 0.8, "top_k": 50, "repetition_penalty": 1.1, "logprobs": 5}

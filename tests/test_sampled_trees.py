@@ -7,6 +7,8 @@ draft and verify side by side, and the first two tokens they emit are compared w
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -14,11 +16,12 @@ from scipy import stats
 
 pytest.importorskip("vllm")
 
+from specinfer_vllm.engine.step import DraftedTrees  # noqa: E402
 from specinfer_vllm.propose import children as drawing  # noqa: E402
 from specinfer_vllm.propose.ensemble import Ensemble  # noqa: E402
 from specinfer_vllm.propose.proposer import DraftBatch, DraftSampling, Proposer  # noqa: E402
 from specinfer_vllm.propose.ssm import SsmProposer  # noqa: E402
-from specinfer_vllm.tree.topology import TokenTrees, from_arrays  # noqa: E402
+from specinfer_vllm.tree.topology import TokenTrees, from_arrays, roots  # noqa: E402
 from specinfer_vllm.verify.draws import Draws  # noqa: E402
 from specinfer_vllm.verify.rules import RULES  # noqa: E402
 from specinfer_vllm.verify.walk import TreeRows  # noqa: E402
@@ -94,16 +97,24 @@ def draft_batch(drafting: str, max_nodes: int, seed: int) -> DraftBatch:
     )
 
 
-def p_value(rule: str, proposers: list[Proposer], max_nodes: int = 8, row_cost: float = 0.0, seed: int = 1) -> float:
-    """Chi-square of the first two tokens against the LLM's law."""
+def p_value(
+    rule: str,
+    proposers: list[Proposer],
+    max_nodes: int = 8,
+    row_cost: float = 0.0,
+    seed: int = 1,
+    cut: Callable[[TokenTrees], TokenTrees] = lambda trees: trees,
+) -> float:
+    """Chi-square of the first two tokens against the LLM's law. cut: what the scheduler does to the trees."""
     batch = draft_batch(RULES[rule].drafting, max_nodes, seed)
     ensemble = Ensemble(proposers, row_cost=row_cost)
     trees = ensemble.propose(batch)
     assert not ensemble.take_failures()
     trees.validate()
+    trees = cut(trees)
     rows = TreeRows.of(trees)
     draws = Draws.of(trees, ensemble.laws, VOCAB)
-    assert len(draws.row) > REQUESTS / 2
+    assert len(draws.row) > REQUESTS / 20 or cut is cut_by_bound
     law = LLM[torch.where(rows.depth == 0, ROOT, rows.tokens)]
     seeds = torch.from_numpy(batch.sampling.seed)[rows.request]
     accepted = RULES[rule].verify(rows, draws, law, seeds, 1 + rows.depth)
@@ -127,7 +138,7 @@ def test_the_llms_law_comes_out(rule, expansion):
 @pytest.mark.parametrize("rule", SAMPLED)
 def test_pruned_trees_of_two_ssms_and_a_draft_free_proposer(rule):
     """Shared tokens, a budget that cuts all three, and children that another proposer holds likely."""
-    proposers = [TableSsm(0, ssms=2, row_cost=0.05), TableSsm(1, ssms=2, row_cost=0.05), Fixed()]
+    proposers = [TableSsm(i, width=2, ssms=2, row_cost=0.05) for i in (0, 1)] + [Fixed()]
     assert p_value(rule, proposers, max_nodes=6, row_cost=0.05) > FALSE_ALARM
 
 
@@ -166,6 +177,34 @@ def test_laws_stored_before_top_p_are_caught(monkeypatch):
     assert p_value("mss", [TableSsm(0, (2, 2))]) < FALSE_ALARM
 
 
+ROOM = 6  # nodes that the scheduler has room for
+
+
+def cut_by_bound(trees: TokenTrees) -> TokenTrees:
+    drafted = DraftedTrees()
+    names = [str(i) for i in range(REQUESTS)]
+    drafted.replace(names, trees, None, np.full(REQUESTS, 8))
+    return trees.head(ROOM).unsampled(drafted.may_be_cut(names, np.full(REQUESTS, 1 + ROOM)))
+
+
+def cut_by_size(trees: TokenTrees) -> TokenTrees:
+    return trees.unsampled(trees.num_nodes > ROOM).head(ROOM)
+
+
+def test_trees_that_the_scheduler_cuts():
+    """A tree's size depends on what it drew: whether its draws count may rest on the bound alone."""
+    arguments = {"max_nodes": 8, "row_cost": 0.05}
+    for cut, right in ((cut_by_bound, True), (cut_by_size, False)):
+        found = p_value("mss", [TableSsm(0, depth=4, row_cost=0.05)], cut=cut, **arguments)
+        assert (found > FALSE_ALARM) == right, cut
+
+
+def test_room_enough_leaves_the_draws():
+    drafted = DraftedTrees()
+    drafted.replace(["a", "b"], roots(np.zeros(2, np.int32)), None, np.array([4, 9]))
+    assert drafted.may_be_cut(["b", "x", "a"], np.array([9, 1, 5])).tolist() == [True, False, False]
+
+
 def test_a_request_draws_the_same_alone_and_in_a_batch():
     ssm = TableSsm(0, row_cost=0.05)
     batch = draft_batch("without_replacement", 6, seed=3)
@@ -178,6 +217,16 @@ def test_a_request_draws_the_same_alone_and_in_a_batch():
     expected = trees.select(some)
     assert alone.tokens.tolist() == expected.tokens.tolist() and alone.parent.tolist() == expected.parent.tolist()
     assert alone.draw_node.tolist() == expected.draw_node.tolist()
+
+
+def test_a_single_child_of_top_k_plus_one_is_a_plain_draw():
+    """Nothing is fixed, so the draw counts like the likeliest token, however sure the SSM is."""
+    sampling = draft_batch("top_k_plus_one", 4, seed=6).sampling
+    sampler = drawing.ChildSampler.of(sampling, np.arange(3), np.ones(REQUESTS, np.int64), 0)
+    logits = torch.tensor([[[0.0, 50.0, 0.0, 0.0, 0.0, 0.0]]]).expand(3, 1, -1)
+    drawn = sampler.children(logits, 1, torch.zeros(3, 1, dtype=torch.int64))
+    assert drawn.token.tolist() == [[[1]]] * 3 and float(drawn.score.min()) == 0.0
+    assert drawn.law.flatten().tolist() == [0, 1, 2]
 
 
 def test_two_ssms_draw_independently():

@@ -70,7 +70,7 @@ def kernel() -> ctypes._CFuncPtr | None:
     """The compiled function, None where it cannot be built; tried once per process."""
     try:
         function = ctypes.CDLL(str(build())).specinfer_tree_attention
-    except (OSError, subprocess.SubprocessError) as error:
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         logger.warning("tree attention runs in torch, several times slower: cpu_kernel.cpp did not compile (%s)", error)
         return None
     function.argtypes, function.restype = [ctypes.POINTER(Problem)], None

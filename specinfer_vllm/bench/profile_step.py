@@ -66,7 +66,7 @@ def main(arguments: list[str] | None = None) -> None:
     from specinfer_vllm.bench import prompts, smollm2
 
     shared = engines.settings(smollm2.model_path(), options.compiled, options.batch)
-    speculative = {"method": "tree", "ssms": options.ssm, "proposers": ["ngram", "recycling"]}
+    speculative = {"method": "tree", "ssms": options.ssm, "proposers": ["recycling"]}
     llm = LLM(**shared, speculative_config=speculative)
     chats = [each.messages for each in prompts.load(["humaneval", "mtbench"], options.batch)]
     params = SamplingParams(temperature=0, max_tokens=options.tokens, ignore_eos=True)

@@ -43,9 +43,7 @@ def free_proposer(name: str, vllm_config: VllmConfig) -> Proposer:
 
 def rule_of(options: TreeOptions) -> Rule:
     """The acceptance rule of sampled requests."""
-    if options.verifier in ("auto", "greedy"):
-        return RULES["without_replacement" if options.samples_drafts else "naive"]
-    return RULES[options.verifier]
+    return RULES["naive" if options.verifier in ("auto", "greedy") else options.verifier]
 
 
 class TreeDrafter:
@@ -131,7 +129,7 @@ class TreeDrafter:
     def draft(self, request_ids: Sequence[str], batch: DraftBatch, requests: np.ndarray) -> None:
         """Draft the next trees. requests [k] int64: the requests of the batch that draft, indices into request_ids."""
         trees = self.ensemble.propose(batch)
-        self.drafted.replace([request_ids[i] for i in requests], trees, self.ensemble.laws)
+        self.drafted.replace([request_ids[i] for i in requests], trees, self.ensemble.laws, batch.max_nodes)
         self.stats.proposer_failures.update(self.ensemble.take_failures())
 
     def observe(self, observation: Observation) -> None:

@@ -95,6 +95,8 @@ class TreeRunnerMixin:
         """The trees this pass verifies, and their positions. query_rows [rows] int64: vLLM's logits_indices."""
         request_ids = self.input_batch.req_ids
         trees = self.drafter.drafted.scheduled(request_ids, scheduler_output.scheduled_spec_decode_tokens)
+        if self.drafter.drafted.laws is not None:
+            trees = trees.unsampled(self.drafter.drafted.may_be_cut(request_ids, self._room(scheduler_output)))
         rows = TreeRows.of(trees, self.device)
         seq_len = self.optimistic_seq_lens_cpu[: len(request_ids)].to(torch.int64)
         root_index = seq_len - 1 - torch.from_numpy(trees.num_nodes)
@@ -107,6 +109,15 @@ class TreeRunnerMixin:
             self.positions[query_rows] = root_index[rows.request] + rows.depth
         return StepTrees(trees, rows, query_rows, root_index, self.drafter.slots.of(request_ids), chains, mask)
 
+    def _room(self, scheduler_output: Any) -> np.ndarray:
+        """Tokens the scheduler had left when it came to each request [requests] int64; it fills its dict in order."""
+        scheduled = scheduler_output.num_scheduled_tokens
+        taken = np.cumsum([0, *scheduled.values()])
+        left = dict(zip(scheduled, self.scheduler_config.max_num_batched_tokens - taken[:-1], strict=True))
+        room = np.array([left[each] for each in self.input_batch.req_ids])
+        most = self.scheduler_config.long_prefill_token_threshold
+        return np.minimum(room, most) if most > 0 else room
+
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
         built = super()._build_attention_metadata(*args, **kwargs)
         if self.step is not None and self.step.mask is not None:
@@ -118,10 +129,10 @@ class TreeRunnerMixin:
 
     def _sample(self, logits: torch.Tensor, spec_decode_metadata: Any) -> SamplerOutput:
         step, metadata = self.step, self.input_batch.sampling_metadata
-        if step is None or spec_decode_metadata is None:
+        if step is None or len(step.rows.tokens) != len(logits):  # a dummy run
             return super()._sample(logits, spec_decode_metadata)
         stock = self._sample_refused(logits, step, metadata)
-        if stock is not None and (metadata.logprob_token_ids or stock[1].all()):
+        if stock is not None and stock[1].all():
             return self._root_only(step, stock[0])
         laws = sampling.RowLaws(logits, metadata, step.rows, self.sampler)
         if stock is not None:
@@ -151,9 +162,22 @@ class TreeRunnerMixin:
         if not refused.any():
             return None
         self.drafter.stats.undrafted.update(reasons[refused].tolist())
-        if not metadata.logprob_token_ids and not refused.all():
-            metadata = replace(metadata, max_num_logprobs=None)  # the rows' own logprobs are gathered for all at once
-        return self.sampler(logits[step.rows.roots], metadata), torch.from_numpy(refused)
+        if not refused.all():  # the rows' own logprobs are gathered for all at once
+            metadata = replace(metadata, max_num_logprobs=None, logprob_token_ids=None)
+        unread = self.discard_request_mask.np
+        kept = [(each, each.get_state()) for i, each in metadata.generators.items() if unread[i]]
+        output = self.sampler(logits[step.rows.roots], metadata)
+        for generator, state in kept:  # a prompt that is not read to its end draws nothing
+            generator.set_state(state)
+        return output, torch.from_numpy(refused)
+
+    def _bookkeeping_sync(self, *args: Any, **kwargs: Any) -> Any:
+        """As upstream, which winds back the generators of unfinished prompts: a CPU's have no offset and raise."""
+        generators, self.input_batch.generators = self.input_batch.generators, {}
+        try:
+            return super()._bookkeeping_sync(*args, **kwargs)
+        finally:
+            self.input_batch.generators = generators
 
     def _root_only(self, step: StepTrees, output: SamplerOutput) -> SamplerOutput:
         """Plain decoding's output: one token per request, no node accepted."""
@@ -195,15 +219,19 @@ class TreeRunnerMixin:
 
     def _logprobs(self, step: StepTrees, logits: torch.Tensor, laws: sampling.RowLaws) -> LogprobsTensors | None:
         """Logprobs of every emitted token from the row that emitted it, [requests * width] rows for vLLM to filter."""
-        width = laws.metadata.max_num_logprobs
-        if width is None:
+        width, wanted = laws.metadata.max_num_logprobs, laws.metadata.logprob_token_ids
+        if width is None and not wanted:
             return None
-        rows = step.accepted.rows.clamp(min=0).view(-1)
+        rows, tokens = (each.clamp(min=0).view(-1) for each in (step.accepted.rows, step.accepted.tokens))
         mode = self.model_config.logprobs_mode
         picked = laws.logprobs_logits(rows) if mode.startswith("processed") else logits[rows].to(torch.float32)
         if not mode.endswith("logits"):
             picked = self.sampler.compute_logprobs(picked)
-        return self.sampler.gather_logprobs(picked, width, step.accepted.tokens.clamp(min=0).view(-1))
+        if wanted:
+            columns = range(step.accepted.rows.shape[1])
+            ids = {request * len(columns) + i: each for request, each in wanted.items() for i in columns}
+            return self.sampler.gather_specific_token_logprobs(picked, ids, tokens)
+        return self.sampler.gather_logprobs(picked, width, tokens)
 
     # -- what the step showed, and the next trees ----------------------------------------------------------------------
 

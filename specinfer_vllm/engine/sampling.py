@@ -24,22 +24,16 @@ def refusal(params: SamplingParams, verifier: str) -> str | None:
     """
     if params.temperature >= GREEDY_BELOW and verifier == "greedy":
         return "sampled"
-    if any(getattr(params, name, None) for name in ("logprob_token_ids", "thinking_token_budget")):
-        return "vllm_extension"
+    if getattr(params, "thinking_token_budget", None):
+        return "thinking_budget"
     if params.extra_args:
         return "extra_args"  # custom logits processors read them
     return None
 
 
 def samples_drafts(params: SamplingParams, options: TreeOptions) -> bool:
-    """Whether the request's children are sampled from the SSMs' laws.
-
-    A request with a seed gets the same output whatever is drafted, thus alone, in any batch and after preemption, only
-    by the naive rule; so it gets that unless a rule was asked for by name.
-    """
-    if not options.samples_drafts or params.temperature < GREEDY_BELOW:
-        return False
-    return params.seed is None or options.verifier != "auto"
+    """Whether the request's children are sampled from the SSMs' laws."""
+    return options.samples_drafts and params.temperature >= GREEDY_BELOW
 
 
 def has_custom_processors(metadata: SamplingMetadata) -> bool:

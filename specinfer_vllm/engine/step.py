@@ -22,11 +22,18 @@ class DraftedTrees:
 
     trees: TokenTrees = field(default_factory=lambda: roots(np.zeros(0, np.int32)))
     laws: torch.Tensor | None = None
+    limits: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     index: dict[str, int] = field(default_factory=dict)
 
-    def replace(self, request_ids: Sequence[str], trees: TokenTrees, laws: torch.Tensor | None = None) -> None:
-        """Keep the trees of this step; request_ids[r] owns tree r. laws [laws, vocab]: what draws were sampled from."""
-        self.trees, self.laws = trees, laws
+    def replace(
+        self, request_ids: Sequence[str], trees: TokenTrees, laws: torch.Tensor | None, limits: np.ndarray
+    ) -> None:
+        """Keep the trees of this step; request_ids[r] owns tree r.
+
+        laws    [laws, vocab] what draws were sampled from
+        limits  [requests] nodes that each tree might have had
+        """
+        self.trees, self.laws, self.limits = trees, laws, limits
         self.index = {request_id: i for i, request_id in enumerate(request_ids)}
 
     def tokens(self, request_id: str) -> list[int]:
@@ -64,12 +71,19 @@ class DraftedTrees:
         return self._with_chains(known, counts, tokens)
 
     def _trees_of(self, known: np.ndarray, counts: np.ndarray) -> TokenTrees:
-        """The known trees cut to counts; a request without drafts borrows any root.
+        """The known trees cut to counts; a request without drafts borrows any root."""
+        return self.trees.select(np.maximum(known, 0)).head(counts)
 
-        What is left of a cut tree may depend on the tokens that were drawn, so its draws count as not sampled.
+    def may_be_cut(self, request_ids: Sequence[str], room: np.ndarray) -> np.ndarray:
+        """Requests [requests] bool whose tree would have been cut had it been as large as it might have been.
+
+        room [requests] int64: tokens that the scheduler had left. What is left of a cut tree depends on the tokens that
+        were drawn, and so does whether it is cut: only a bound that was fixed before drawing decides, and the draws of
+        these requests count as not sampled.
         """
-        whole = self.trees.select(np.maximum(known, 0))
-        return whole.unsampled(counts < whole.num_nodes).head(counts)
+        known = np.fromiter((self.index.get(each, -1) for each in request_ids), np.int64, len(request_ids))
+        limits = np.append(self.limits, 0)[known]
+        return room < 1 + limits
 
     def _with_chains(self, known: np.ndarray, counts: np.ndarray, tokens: np.ndarray) -> TokenTrees:
         """As `scheduled`, when some request's drafts are not ours. Rare: a request at a time."""

@@ -88,7 +88,8 @@ class ChildSampler:
             token = torch.cat([best, token[:, None]], dim=1)
             rows = torch.where(torch.arange(width) == width - 1, rows, -1)
             # The draw stands for all tokens that are not fixed, and must not tell which of them it is.
-            ranked[:, -1] = torch.minimum(ranked[:, 0], torch.log1p(-ranked[:, 0].exp()))
+            rest = (1 - ranked[:, :-1].exp().sum(dim=-1)).clamp(min=0)
+            ranked[:, -1] = torch.minimum(ranked[:, 0], rest.log())
         elif self.sampling.drafting == "iid":
             token = draft.iid(laws, width, *key)
         else:

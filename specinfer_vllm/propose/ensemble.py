@@ -83,8 +83,6 @@ class Ensemble:
         held = _sampled_rows(trees)
         total = worthwhile(trees, self.row_cost)
         if self.batch_nodes is not None:
-            if held.sum() > self.batch_nodes:
-                trees, held = trees.unsampled(np.ones(trees.num_requests, bool)), np.zeros_like(held)
             total = min(total, self.batch_nodes)
         if held.any():
             total = max(total, int(held.sum()))

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from zipfile import BadZipFile
 
 import numpy as np
 
 from specinfer_vllm.cache_folder import cache_folder
+
+CONTEXT = 4  # tokens of context kept per row, the row's own token included
 
 
 def primer_path(model: str | Path, revision: str | None = None) -> Path:
@@ -31,20 +32,28 @@ def find_primer(wanted: str, model: str | Path, revision: str | None = None) -> 
         return None
     if wanted != "auto":
         return Path(wanted)
-    own = primer_path(model, revision)
-    return own if own.is_file() else None
+    try:
+        own = primer_path(model, revision)
+        return own if own.is_file() else None
+    except (OSError, RuntimeError):  # a cache folder that cannot be looked into holds no primer
+        return None
 
 
 def check_primer(path: Path, vocab_size: int) -> None:
     """Raise OSError or ValueError, saying what to do, for a file that is no primer of an LLM with this vocabulary."""
     try:
         with np.load(path, allow_pickle=False) as file:
-            missing = {"vocab_size", "context", "successors", "probabilities"} - set(getattr(file, "files", ()))
-            recorded = vocab_size if missing else int(file["vocab_size"])
-    except (ValueError, EOFError, AttributeError, BadZipFile, TypeError) as error:
+            recorded = int(file["vocab_size"])
+            context, successors, probabilities = (file[name] for name in ("context", "successors", "probabilities"))
+        fits = context.ndim == successors.ndim == 2 and successors.shape == probabilities.shape
+        fits = fits and len(context) == len(successors) and successors.shape[1] > 0 and context.shape[1] == CONTEXT
+        numbers = all(array.dtype.kind in "iu" for array in (context, successors, probabilities))
+    except OSError:
+        raise
+    except Exception as error:  # a damaged archive raises whatever its damage leads to
         raise ValueError(f"{path}: is no primer ({error}); make one with `specinfer primer`") from error
-    if missing:
-        raise ValueError(f"{path}: lacks {', '.join(sorted(missing))}; make it again with `specinfer primer`")
+    if not fits or not numbers:
+        raise ValueError(f"{path}: is no primer (shapes or types); make one with `specinfer primer`")
     if recorded != vocab_size:
         raise ValueError(
             f"{path}: made for a vocabulary of {recorded} tokens, this LLM has {vocab_size}; "

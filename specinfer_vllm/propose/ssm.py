@@ -161,6 +161,8 @@ class SsmProposer(Proposer):
         end = np.minimum(step.end, self.max_len)
         counts = np.maximum(end - step.first, 0)
         active = np.flatnonzero(counts)
+        if not len(active):  # every text is longer than the SSM can read
+            return torch.zeros(len(counts), 1)
         request = np.repeat(np.arange(len(counts)), counts)
         position = np.arange(len(request)) - np.repeat(np.cumsum(counts) - counts, counts) + step.first[request]
         hidden = self.run(

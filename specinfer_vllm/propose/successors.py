@@ -14,10 +14,9 @@ from typing import NamedTuple
 import numba
 import numpy as np
 
-from specinfer_vllm.propose.primer import check_primer
+from specinfer_vllm.propose.primer import CONTEXT, check_primer
 from specinfer_vllm.propose.proposer import Observation
 
-CONTEXT = 4  # tokens of context kept per row, the row's own token included
 NOBODY = 0  # owner of rows that every request may read
 UNIT = 255  # a probability of 1
 FIRST_ROWS = 1024
@@ -122,12 +121,6 @@ class SuccessorRows:
         with np.load(path, allow_pickle=False) as file:
             context, successors, probabilities = (file[name] for name in ("context", "successors", "probabilities"))
         count = len(context) if max_rows is None else min(max_rows, len(context))
-        if (
-            context.shape[1:] != (CONTEXT,)
-            or successors.shape != probabilities.shape
-            or len(successors) != len(context)
-        ):
-            raise ValueError(f"{path}: shapes {context.shape}, {successors.shape}, {probabilities.shape} do not fit")
         loaded = cls(max(count, 1), successors.shape[1], vocab_size)
         # Each row is its own slot here: its context comes from its tail and not from the row before.
         context = context[len(context) - count :].astype(np.int32)
