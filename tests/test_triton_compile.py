@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels compile without a GPU, as their Python faces launch them; registers, spills, shared memory counted."""
+
+import re
+import subprocess
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+if triton.knobs.runtime.interpret:
+    pytest.skip("kernels are not compiled in the interpreter's mode", allow_module_level=True)
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+from triton.runtime.jit import mangle_type  # noqa: E402
+
+from specinfer_vllm.triton_kernels import kv_compact, tree_attention, tree_build, tuning  # noqa: E402
+
+REGISTERS = 65_536  # of a multiprocessor
+L2 = 50 * 2**20  # of sm_90
+
+
+class Recorder:
+    """Stands in a kernel's place and keeps how it was launched."""
+
+    def __init__(self, kernel):
+        self.kernel, self.launches = kernel, []
+
+    def __getitem__(self, grid):
+        return lambda *args, **kwargs: self.launches.append((grid, args, kwargs))
+
+    def source(self, launch=0):
+        """The source and options that Triton would compile for a launch."""
+        _, args, kwargs = self.launches[launch]
+        names, fixed = self.kernel.arg_names, {p.name for p in self.kernel.params if p.do_not_specialize}
+        options = {name: value for name, value in kwargs.items() if name not in names}
+        values = dict(zip(names, args, strict=False)) | {k: v for k, v in kwargs.items() if k in names}
+        signature, constants, hints = {}, {}, {}
+        for i, name in enumerate(names):
+            value = values[name]
+            special = name not in fixed and isinstance(value, int) and not isinstance(value, bool)
+            if value is None or self.kernel.params[i].is_constexpr or (special and value == 1):
+                signature[name], constants[(i,)] = "constexpr", value
+                continue
+            signature[name] = mangle_type(value)
+            if isinstance(value, torch.Tensor) or (special and value % 16 == 0):
+                hints[(i,)] = [["tt.divisibility", 16]]
+        return ASTSource(self.kernel, signature, constants, hints), options
+
+
+def record(monkeypatch, module, *kernels):
+    recorders = []
+    for name in kernels:
+        recorders.append(Recorder(getattr(module, name)))
+        monkeypatch.setattr(module, name, recorders[-1])
+    return recorders
+
+
+def compiled(recorder, chip):
+    source, options = recorder.source()
+    target = GPUTarget("hip", chip, 64) if chip.startswith("gfx") else GPUTarget("cuda", int(chip[3:]), 32)
+    try:
+        return triton.compile(source, target=target, options=options)
+    except (FileNotFoundError, RuntimeError) as error:
+        if "Cannot find" in str(error):
+            pytest.skip(f"this triton lacks a tool to compile for {chip}: {error}")
+        raise
+
+
+def usage(kernel, folder):
+    """Registers per thread, bytes of stack and local memory (where spills go), shared memory of a compiled kernel."""
+    if "amdgcn" in kernel.asm:
+        text = kernel.asm["amdgcn"]
+        found = {name: int(value) for name, value in re.findall(r"\.(vgpr_count|vgpr_spill_count):\s*(\d+)", text)}
+        return found["vgpr_count"], found["vgpr_spill_count"], kernel.metadata.shared
+    (folder / "cubin").write_bytes(kernel.asm["cubin"])
+    command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", folder / "cubin"]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text)}
+    return found["REG"], found["STACK"] + found["LOCAL"], kernel.metadata.shared
+
+
+def check(recorder, chip, folder, capsys, label):
+    """Compile, print what the compiler reports, and hold it to the chip's limits."""
+    kernel = compiled(recorder, chip)
+    registers, spilled, shared = usage(kernel, folder)
+    warps = kernel.metadata.num_warps
+    with capsys.disabled():
+        print(f"\n{recorder.kernel.__name__:13} {chip:7} {label:14} {warps=} {registers=} {spilled=} {shared=}", end="")
+    assert spilled == 0
+    assert shared <= tuning.chip(chip).shared_memory
+    if not chip.startswith("gfx"):
+        assert registers * 32 * warps <= REGISTERS
+    return kernel
+
+
+def meta(*shape, dtype=torch.int32):
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def launch_attention(chip, rows, dim, dtype, cache=None, group=4, keys=8192, requests=8, **options):
+    """Call the kernel's face on tensors without storage, planned for the chip. Returns the plan."""
+    kv_heads, block = 8, 16
+    size = max((cache or dtype).itemsize, dtype.itemsize)
+    plan = tuning.attention_plan(chip, requests, kv_heads, group, dim, rows, keys, size)
+    key, value = meta(1000, 2, block, kv_heads, dim, dtype=cache or dtype).unbind(1)
+    tree_attention.tree_attention(
+        meta(requests * rows, kv_heads * group, dim, dtype=dtype),
+        key,
+        value,
+        meta(requests, keys // block),
+        meta(requests + 1),
+        meta(requests),
+        max_rows=rows,
+        max_keys=keys,
+        scale=0.1,
+        plan=plan,
+        **options,
+    )
+    return plan
+
+
+def bits(rows, words=1, requests=8):
+    return meta(requests * rows, words, dtype=torch.int64)
+
+
+def floats(*shape):
+    return meta(*shape, dtype=torch.float32)
+
+
+EVERYTHING = dict(
+    rows=16,
+    dim=64,
+    dtype=torch.bfloat16,
+    ancestors=bits(16, 4),
+    depth=meta(128),
+    window=4096,
+    soft_cap=30.0,
+    sinks=floats(32),
+    lse=floats(128, 32),
+)
+ATTENTION = {
+    "one row": dict(rows=1, dim=128, dtype=torch.bfloat16),
+    "16 nodes": dict(rows=16, dim=128, dtype=torch.bfloat16, ancestors=bits(16)),
+    "64 nodes, fp16": dict(rows=64, dim=128, dtype=torch.float16, ancestors=bits(64)),
+    "head 256": dict(rows=16, dim=256, dtype=torch.bfloat16, ancestors=bits(16)),
+    "fp32": dict(rows=16, dim=64, dtype=torch.float32, ancestors=bits(16)),
+    "FP8": dict(
+        rows=16,
+        dim=128,
+        dtype=torch.bfloat16,
+        cache=torch.float8_e4m3fn,
+        ancestors=bits(16),
+        k_scale=floats(1),
+        v_scale=floats(8),
+    ),
+    "everything": EVERYTHING,
+}
+COMPILED = [
+    *(("sm_90", case) for case in ATTENTION),
+    *(("sm_80", case) for case in ("16 nodes", "head 256", "fp32")),
+    *(("sm_100", case) for case in ("16 nodes", "everything")),
+    *(("gfx942", case) for case in ("one row", "16 nodes", "everything")),
+]
+
+
+@pytest.mark.parametrize(("chip", "case"), COMPILED)
+def test_attention_compiles_without_spills(case, chip, monkeypatch, tmp_path, capsys):
+    attend, merge = record(monkeypatch, tree_attention, "_attend", "_merge_splits")
+    launch_attention(chip, **ATTENTION[case])
+    kernel = check(attend, chip, tmp_path, capsys, case)
+    if merge.launches:
+        check(merge, chip, tmp_path, capsys, case)
+    code = kernel.asm["amdgcn" if chip.startswith("gfx") else "ptx"]
+    assert re.search(r"mma\.sync|wgmma\.mma_async|tcgen05\.mma|v_mfma", code), "no tensor-core product"
+
+
+@pytest.mark.parametrize("chip", ["sm_80", "sm_90", "sm_100", "gfx942"])
+def test_compaction_compiles_without_spills(chip, monkeypatch, tmp_path, capsys):
+    (recorder,) = record(monkeypatch, kv_compact, "_compact")
+    geometry = kv_compact.CacheGeometry(meta(60, kv_compact.FIELDS, dtype=torch.int64), 16, 8, 256)
+    kv_compact.compact(geometry, bits(1, 8), bits(1, 8))
+    check(recorder, chip, tmp_path, capsys, "bf16, 8 x 128")
+
+
+@pytest.mark.parametrize("chip", ["sm_80", "sm_90", "sm_100", "gfx942"])
+@pytest.mark.parametrize("rows", [16, 1024])
+def test_building_compiles_without_spills(rows, chip, monkeypatch, tmp_path, capsys):
+    (recorder,) = record(monkeypatch, tree_build, "_build")
+    tree_build.build(meta(8 * rows), meta(9), meta(8), max_rows=rows, block_table=meta(8, 512), block_size=16)
+    check(recorder, chip, tmp_path, capsys, f"{rows} rows")
+
+
+@pytest.mark.parametrize(("rows", "group"), [(1, 8), (16, 4), (64, 1), (8, 8)])
+@pytest.mark.parametrize("requests", [1, 8, 64])
+def test_each_key_is_read_once_per_kv_head(rows, group, requests, monkeypatch):
+    """Counted from the launch: K/V once per KV head, queries and outputs within 5% of the least possible bytes.
+
+    Partial results come on top: at most a quarter, and few enough to stay in the L2 cache between the two stages.
+    """
+    keys, dim, kv_heads = 8192, 128, 8
+    (attend, merge) = record(monkeypatch, tree_attention, "_attend", "_merge_splits")
+    plan = launch_attention(
+        "sm_90", rows, dim, torch.bfloat16, group=group, requests=requests, ancestors=bits(rows, requests=requests)
+    )
+    grid, _, _ = attend.launches[0]
+    tiles = grid[0] // plan.splits
+    assert grid == (tiles * plan.splits, kv_heads, requests)
+    assert tiles * plan.block_rows >= rows * group > (tiles - 1) * plan.block_rows
+    kv = 2 * keys * kv_heads * dim * 2 * requests
+    ends = 2 * requests * rows * kv_heads * group * dim * 2
+    assert tiles * kv + ends <= 1.05 * (kv + ends)
+    partial = 4 * tree_attention.workspace_size(requests * rows, kv_heads * group, dim, plan.splits)
+    assert bool(merge.launches) == (partial > 0)
+    assert 2 * partial <= 0.26 * kv and partial <= L2 / 2
+
+
+def test_a_plan_that_reads_keys_twice_is_caught(monkeypatch):
+    """Negative control for the count: tiles of 16 rows read K and V four times for 64 packed rows."""
+    plan = tuning.AttentionPlan(block_rows=16, block_keys=64, splits=1, num_warps=4, num_stages=3)
+    monkeypatch.setattr(tuning, "attention_plan", lambda *_: plan)
+    with pytest.raises(AssertionError):
+        test_each_key_is_read_once_per_kv_head(16, 4, 64, monkeypatch)
