@@ -149,6 +149,7 @@ class TreeOptions:
         self._check_proposers()
         self._check_shape()
         self._check_budget()
+        self._check_verifier()
 
     def _check_proposers(self) -> None:
         if len(self.ssms) > MAX_SSMS:
@@ -165,12 +166,6 @@ class TreeOptions:
             raise TreeOptionError(
                 f"{WHERE}.share_recycling: 'recycling' is not among the proposers; add it to {WHERE}.proposers "
                 "or leave share_recycling out"
-            )
-
-        if self.verifier in NEED_SSMS and not self.ssms:
-            raise TreeOptionError(
-                f"{WHERE}.verifier: {self.verifier!r} weighs the probabilities of SSMs and there is none; give "
-                "ssms=[...] or use verifier='naive'"
             )
         if self.primer not in (AUTO, NONE) and "recycling" not in self.free_proposers:
             raise TreeOptionError(
@@ -196,22 +191,30 @@ class TreeOptions:
                     "leave width or the expansion out"
                 )
 
-        if self.branches is not None and self.verifier in NEED_SSMS:
-            raise TreeOptionError(
-                f"{WHERE}.branches: it would choose among sampled children, and {self.verifier!r} is exact only when "
-                "all are kept; shape the SSMs' trees by expansion instead, e.g. [1,1,1,1] for a chain"
-            )
-
     def _check_budget(self) -> None:
-        if self.batch_nodes is not None and self.verifier in NEED_SSMS:
-            raise TreeOptionError(
-                f"{WHERE}.batch_nodes: it would drop sampled children by how many there are, and {self.verifier!r} is "
-                "exact only when that does not depend on their tokens; bound num_nodes instead"
-            )
         if None not in (self.num_nodes, self.batch_nodes) and self.num_nodes > self.batch_nodes:
             raise TreeOptionError(
                 f"{WHERE}.num_nodes: {self.num_nodes} is more than all trees of a step may have, "
                 f"batch_nodes={self.batch_nodes}; raise batch_nodes or lower num_nodes"
+            )
+
+    def _check_verifier(self) -> None:
+        if self.verifier not in NEED_SSMS:
+            return
+        if not self.ssms:
+            raise TreeOptionError(
+                f"{WHERE}.verifier: {self.verifier!r} weighs the probabilities of SSMs and there is none; give "
+                "ssms=[...] or use verifier='naive'"
+            )
+        if self.branches is not None:
+            raise TreeOptionError(
+                f"{WHERE}.branches: it would choose among sampled children, and {self.verifier!r} is exact only when "
+                "all are kept; shape the SSMs' trees by expansion instead, e.g. [1,1,1,1] for a chain"
+            )
+        if self.batch_nodes is not None:
+            raise TreeOptionError(
+                f"{WHERE}.batch_nodes: it would drop sampled children by how many there are, and {self.verifier!r} is "
+                "exact only when that does not depend on their tokens; bound num_nodes instead"
             )
 
     @property
@@ -224,7 +227,7 @@ class TreeOptions:
     @property
     def samples_drafts(self) -> bool:
         """Whether SSMs sample the children of some requests, instead of proposing their likeliest tokens."""
-        return bool(self.ssms) and self.branches is None and self.verifier in NEED_SSMS
+        return self.verifier in NEED_SSMS
 
     @property
     def cost_of_row(self) -> float:

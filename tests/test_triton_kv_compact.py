@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compaction in Triton's interpreter against an indexed copy in torch that reads all before it writes one."""
 
-import mmap
 import os
 import sys
 
@@ -12,11 +11,12 @@ import torch
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("runs in a process with TRITON_INTERPRET=1, see test_triton_interpreter.py", allow_module_level=True)
 
+from triton_cases import mapped  # noqa: E402
+
 from specinfer_vllm.triton_kernels import kv_compact  # noqa: E402
 from specinfer_vllm.triton_kernels.kv_compact import cache_geometry, compact  # noqa: E402
 
 BLOCK, HEADS, DIM, BLOCKS = 16, 3, 24, 8
-MAP_NORESERVE = 0x4000  # Linux; Python 3.11 does not name it
 
 
 def filled(*shape, dtype=torch.float32):
@@ -131,13 +131,6 @@ def test_a_long_path_shifts_by_one():
 def test_slots_beyond_one_program_move_too():
     cache = filled(2, BLOCK, 40, 64)
     check([cache, cache.clone()], torch.tensor([3, 20]), torch.tensor([1, 17]))
-
-
-def mapped(elements, dtype):
-    """A tensor of that many elements of which only what is written takes memory."""
-    size = elements * dtype.itemsize
-    area = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
-    return torch.from_numpy(np.frombuffer(area, np.uint8)).view(dtype)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs memory that is reserved without being backed")

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tree attention in Triton's interpreter against a dense float64 softmax over keys that were never paged."""
 
-import mmap
 import os
 import sys
 from dataclasses import dataclass, field
@@ -13,6 +12,8 @@ import torch
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("runs in a process with TRITON_INTERPRET=1, see test_triton_interpreter.py", allow_module_level=True)
 
+from triton_cases import chain, comb, mapped, random_tree, star  # noqa: E402
+
 from specinfer_vllm.triton_kernels.tree_attention import (  # noqa: E402
     plan_for,
     tree_attention,
@@ -21,27 +22,9 @@ from specinfer_vllm.triton_kernels.tree_attention import (  # noqa: E402
 from specinfer_vllm.triton_kernels.tuning import AttentionPlan  # noqa: E402
 
 WORD_BITS = 64
-MAP_NORESERVE = 0x4000  # Linux; Python 3.11 does not name it
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 ONE_PASS = AttentionPlan(block_rows=16, block_keys=16, splits=1, num_warps=4, num_stages=1)
 SPLIT = AttentionPlan(block_rows=32, block_keys=16, splits=4, num_warps=4, num_stages=1)
-
-
-def random_tree(rng, rows):
-    return [-1, *(int(rng.integers(0, i)) for i in range(1, rows))][:rows]
-
-
-def chain(rows):
-    return list(range(-1, rows - 1))
-
-
-def star(rows):
-    return [-1] + [0] * (rows - 1)
-
-
-def comb(rows):
-    """A spine with one leaf at each of its nodes."""
-    return [-1] + [max(0, (i - 1) // 2 * 2 - 1) if i > 2 else 0 for i in range(1, rows)]
 
 
 def see_and_depth(parent):
@@ -418,13 +401,6 @@ def test_a_request_gives_the_same_alone_and_in_a_batch():
             plan=SPLIT,
         )
         assert torch.equal(alone, result[start:end])
-
-
-def mapped(elements, dtype):
-    """A tensor of that many elements of which only what is written takes memory."""
-    size = elements * dtype.itemsize
-    area = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
-    return torch.from_numpy(np.frombuffer(area, np.uint8)).view(dtype)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs memory that is reserved without being backed")

@@ -10,26 +10,10 @@ import torch
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("runs in a process with TRITON_INTERPRET=1, see test_triton_interpreter.py", allow_module_level=True)
 
+from triton_cases import chain, comb, random_tree, star  # noqa: E402
+
 from specinfer_vllm.tree.topology import from_arrays  # noqa: E402
 from specinfer_vllm.triton_kernels.tree_build import TreeArrays, build, words_for  # noqa: E402
-
-
-def random_tree(rng, rows):
-    return [-1, *(int(rng.integers(0, i)) for i in range(1, rows))][:rows]
-
-
-def chain(rows):
-    return list(range(-1, rows - 1))
-
-
-def star(rows):
-    return [-1] + [0] * (rows - 1)
-
-
-def comb(rows):
-    """A spine with one leaf at each of its nodes."""
-    return [-1] + [max(0, (i - 1) // 2 * 2 - 1) if i > 2 else 0 for i in range(1, rows)]
-
 
 RNG = np.random.default_rng(11)
 FORESTS = {

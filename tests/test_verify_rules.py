@@ -12,6 +12,7 @@ import torch
 from scipy import stats
 from test_verify_enumeration import after_the_first, best, draft, iid, no_replacement, none, rest_of_top_1
 
+from specinfer_vllm.config import NEED_SSMS, VERIFIERS
 from specinfer_vllm.tree.topology import TokenTrees, from_arrays
 from specinfer_vllm.verify import draft as drafting
 from specinfer_vllm.verify.coins import ACCEPT, DRAFT, SAMPLE, coins
@@ -402,3 +403,9 @@ def test_every_rule_names_a_way_of_drafting():
         "top_k_plus_one": "top_k_plus_one",
         "traversal": "without_replacement",
     }
+
+
+def test_the_options_name_every_rule():
+    """config.py must not import torch, so it names them once more."""
+    assert set(VERIFIERS) - {"auto", "greedy"} == set(RULES)
+    assert set(NEED_SSMS) == {name for name, rule in RULES.items() if rule.drafting != "any"}

@@ -13,7 +13,7 @@ from specinfer_vllm.engine.vocabulary import check_ssm
 from specinfer_vllm.patches import hooks
 from specinfer_vllm.patches.patch import HookMissing
 from specinfer_vllm.patches.speculative_config import tree_config
-from specinfer_vllm.propose.primer import check_primer, find_primer
+from specinfer_vllm.propose.primer import find_primer, read_primer
 
 logger = logging.getLogger("vllm.specinfer")
 
@@ -214,7 +214,7 @@ def check_primer_file(tree: TreeOptions, model: Any) -> None:
     if path is None:
         return
     try:
-        check_primer(path, model.get_vocab_size())
+        read_primer(path, model.get_vocab_size())
     except (OSError, ValueError) as error:
         raise TreeOptionError(f"{WHERE}.primer: {error}; or use primer='none'") from error
 

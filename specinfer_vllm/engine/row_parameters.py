@@ -41,7 +41,6 @@ def metadata_of_rows(metadata: SamplingMetadata, trees: TreeRows, rows: torch.Te
     def pick(values: torch.Tensor | None) -> torch.Tensor | None:
         return None if values is None else values[request]
 
-    penalised = not metadata.no_penalties
     return replace(
         metadata,
         temperature=pick(metadata.temperature),
@@ -51,10 +50,10 @@ def metadata_of_rows(metadata: SamplingMetadata, trees: TreeRows, rows: torch.Te
         max_num_logprobs=None,
         logprob_token_ids=None,
         spec_token_ids=None,
-        prompt_token_ids=pick(metadata.prompt_token_ids) if penalised else None,
-        frequency_penalties=pick(metadata.frequency_penalties) if penalised else metadata.frequency_penalties,
-        presence_penalties=pick(metadata.presence_penalties) if penalised else metadata.presence_penalties,
-        repetition_penalties=pick(metadata.repetition_penalties) if penalised else metadata.repetition_penalties,
+        prompt_token_ids=pick(metadata.prompt_token_ids),
+        frequency_penalties=pick(metadata.frequency_penalties),
+        presence_penalties=pick(metadata.presence_penalties),
+        repetition_penalties=pick(metadata.repetition_penalties),
         output_token_ids=_outputs(metadata, trees, rows.tolist(), requests),
         allowed_token_ids_mask=pick(metadata.allowed_token_ids_mask),
         bad_words_token_ids={

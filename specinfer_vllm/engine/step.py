@@ -61,7 +61,7 @@ class DraftedTrees:
         counts = np.fromiter((len(drafts.get(each, ())) for each in request_ids), np.int64, len(request_ids))
         if not counts.any():
             return roots(np.zeros(len(request_ids), np.int32))
-        known = np.fromiter((self.index.get(each, -1) for each in request_ids), np.int64, len(request_ids))
+        known = self._known(request_ids)
         tokens = np.fromiter((t for each in request_ids for t in drafts.get(each, ())), np.int64, int(counts.sum()))
         if (known[counts > 0] >= 0).all():
             trees = self._trees_of(known, counts)
@@ -81,9 +81,12 @@ class DraftedTrees:
         were drawn, and so does whether it is cut: only a bound that was fixed before drawing decides, and the draws of
         these requests count as not sampled.
         """
-        known = np.fromiter((self.index.get(each, -1) for each in request_ids), np.int64, len(request_ids))
-        limits = np.append(self.limits, 0)[known]
-        return room < 1 + limits
+        limits = np.append(self.limits, 0)  # of a request without a tree
+        return room < 1 + limits[self._known(request_ids)]
+
+    def _known(self, request_ids: Sequence[str]) -> np.ndarray:
+        """Tree of each request [requests] int64, -1 where there is none."""
+        return np.fromiter((self.index.get(each, -1) for each in request_ids), np.int64, len(request_ids))
 
     def _with_chains(self, known: np.ndarray, counts: np.ndarray, tokens: np.ndarray) -> TokenTrees:
         """As `scheduled`, when some request's drafts are not ours. Rare: a request at a time."""

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from specinfer_vllm.cache_folder import cache_folder
+from specinfer_vllm.config import AUTO, NONE
 
 CONTEXT = 4  # tokens of context kept per row, the row's own token included
 
@@ -28,9 +29,9 @@ def primer_path(model: str | Path, revision: str | None = None) -> Path:
 
 def find_primer(wanted: str, model: str | Path, revision: str | None = None) -> Path | None:
     """The file that the option `primer` means: `auto` = the model's own if it was made, `none`, or a path."""
-    if wanted == "none":
+    if wanted == NONE:
         return None
-    if wanted != "auto":
+    if wanted != AUTO:
         return Path(wanted)
     try:
         own = primer_path(model, revision)
@@ -39,8 +40,11 @@ def find_primer(wanted: str, model: str | Path, revision: str | None = None) -> 
         return None
 
 
-def check_primer(path: Path, vocab_size: int) -> None:
-    """Raise OSError or ValueError, saying what to do, for a file that is no primer of an LLM with this vocabulary."""
+def read_primer(path: Path, vocab_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(context [rows, CONTEXT], successors [rows, k], probabilities [rows, k]), whole numbers as SuccessorRows keeps.
+
+    Raises OSError or ValueError, saying what to do, for a file that is no primer of an LLM with this vocabulary.
+    """
     try:
         with np.load(path, allow_pickle=False) as file:
             recorded = int(file["vocab_size"])
@@ -59,3 +63,4 @@ def check_primer(path: Path, vocab_size: int) -> None:
             f"{path}: made for a vocabulary of {recorded} tokens, this LLM has {vocab_size}; "
             "make one of this LLM with `specinfer primer`"
         )
+    return context, successors, probabilities

@@ -41,8 +41,7 @@ class RecyclingProposer(Proposer):
 
     num_slots   slots that requests may have
     shared      every request learns from all others' rows. More hits, but the timing then shows what others asked: a
-                side
-                channel. Off by default
+                side channel. Off by default
     primer      file of rows that SuccessorRows.save wrote, read-only here; None = none. OSError, ValueError: unusable
     max_rows    rows kept of all live requests together, 72 bytes each; the oldest gives way, whoever it belongs to
     """

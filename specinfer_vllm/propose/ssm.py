@@ -28,6 +28,7 @@ from specinfer_vllm.engine.vocabulary import draftable_tokens
 from specinfer_vllm.patches.speculative_config import tree_config
 from specinfer_vllm.propose.children import ChildSampler
 from specinfer_vllm.propose.proposer import DraftBatch, Proposer
+from specinfer_vllm.tree.budget import worthwhile_alone
 from specinfer_vllm.tree.expand import level_sizes
 from specinfer_vllm.tree.topology import TokenTrees, from_arrays, roots
 
@@ -327,10 +328,10 @@ class SsmProposer(Proposer):
         drawn = Drawn.of(levels)
         exists = drawn.exist(batch.max_depth[chosen])
         if batch.sampling is not None:
-            limit = affordable(np.where(exists, drawn.score, -np.inf), self.row_cost)
-            limit = np.minimum(limit, batch.max_nodes[chosen] // self.num_ssms)
+            score = np.where(exists, drawn.score, -np.inf)
+            limit = np.minimum(worthwhile_alone(score, self.row_cost), batch.max_nodes[chosen] // self.num_ssms)
             limit[~batch.sampled[chosen]] = exists.shape[1]
-            exists &= ranks(np.where(exists, drawn.score, -np.inf)) < limit[:, None]
+            exists &= ranks(score) < limit[:, None]
         return drawn.trees(batch.root_tokens(), chosen, exists)
 
 
@@ -403,16 +404,6 @@ def offsets_of(kept: np.ndarray, chosen: np.ndarray, requests: int, extra: int) 
     counts = np.full(requests, extra)
     counts[chosen] += kept.sum(axis=1)
     return np.concatenate([[0], np.cumsum(counts)])
-
-
-def affordable(score: np.ndarray, row_cost: float) -> np.ndarray:
-    """How many of its best draws each request would verify if it were alone [requests]; score [requests, draws].
-
-    As tree/budget.py, but request by request: a request's draws must not depend on who else is in the batch.
-    """
-    chances = -np.sort(-np.exp(score.astype(np.float64)), axis=1)
-    tokens = 1 + np.concatenate([np.zeros((len(score), 1)), np.cumsum(chances, axis=1)], axis=1)
-    return np.argmax(tokens / (1 + row_cost * np.arange(tokens.shape[1])), axis=1)
 
 
 def ranks(score: np.ndarray) -> np.ndarray:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numba
 import numpy as np
 
-from specinfer_vllm.propose.primer import CONTEXT, check_primer
+from specinfer_vllm.propose.primer import CONTEXT, read_primer
 from specinfer_vllm.propose.proposer import Observation
 
 NOBODY = 0  # owner of rows that every request may read
@@ -117,9 +117,7 @@ class SuccessorRows:
 
         OSError: cannot be read. ValueError: another vocabulary, or not such a file.
         """
-        check_primer(path, vocab_size)
-        with np.load(path, allow_pickle=False) as file:
-            context, successors, probabilities = (file[name] for name in ("context", "successors", "probabilities"))
+        context, successors, probabilities = read_primer(path, vocab_size)
         count = len(context) if max_rows is None else min(max_rows, len(context))
         loaded = cls(max(count, 1), successors.shape[1], vocab_size)
         # Each row is its own slot here: its context comes from its tail and not from the row before.

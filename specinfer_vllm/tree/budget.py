@@ -2,9 +2,8 @@
 """How many nodes a step is worth: the rule of goodput, with the cost of a row as one number.
 
 A pass over all requests takes 1 + row_cost * (rows - 1), in passes over one row; it emits one token per request and,
-for
-every node, one more with the chance that its whole path is accepted. The best number of nodes has the most tokens per
-time (AdaServe and TurboSpec use the same quotient with a measured curve in place of the line).
+for every node, one more with the chance that its whole path is accepted. The best number of nodes has the most tokens
+per time (AdaServe and TurboSpec use the same quotient with a measured curve in place of the line).
 """
 
 from __future__ import annotations
@@ -18,12 +17,23 @@ def worthwhile(trees: TokenTrees, row_cost: float) -> int:
     """How many of the batch's best nodes by score to verify, 0 or more.
 
     row_cost: time of one more row in a pass, as a share of the time of a pass over one row. Scores are logs of the
-    chance
-    that a node's path is accepted, and never rise along a path, so the best n nodes are trees for every n.
+    chance that a node's path is accepted, and never rise along a path, so the best n nodes are trees for every n.
     """
-    nodes = trees.score[trees.parent >= 0].astype(np.float64)
-    chances = -np.sort(-np.exp(nodes))
-    requests = trees.num_requests
-    tokens = requests + np.concatenate([[0.0], np.cumsum(chances)])
-    time = 1 + row_cost * (requests - 1 + np.arange(len(tokens)))
-    return int(np.argmax(tokens / time))
+    return int(_best_count(trees.score[trees.parent >= 0], trees.num_requests, row_cost))
+
+
+def worthwhile_alone(score: np.ndarray, row_cost: float) -> np.ndarray:
+    """How many of its best nodes each request would verify if it were alone [requests] int64.
+
+    score [requests, nodes], -inf where there is none. For what must not depend on who else is in the batch.
+    """
+    return _best_count(score, 1, row_cost)
+
+
+def _best_count(score: np.ndarray, requests: int, row_cost: float) -> np.ndarray:
+    """The number of nodes with the most tokens per time, along the last axis of score [.., nodes]."""
+    chances = -np.sort(-np.exp(score.astype(np.float64)), axis=-1)
+    none = np.zeros((*chances.shape[:-1], 1))
+    tokens = requests + np.concatenate([none, np.cumsum(chances, axis=-1)], axis=-1)
+    time = 1 + row_cost * (requests - 1 + np.arange(tokens.shape[-1]))
+    return np.argmax(tokens / time, axis=-1)

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from specinfer_vllm.tree.checks import INT64, as_integers, per_request
-from specinfer_vllm.tree.paths import descending
+from specinfer_vllm.tree.paths import descending, place_among_equals
 from specinfer_vllm.tree.topology import TokenTrees, depth_first, keep_rows
 
 MAX_NODES = 1 << 16
@@ -107,12 +107,8 @@ def narrow(trees: TokenTrees, width: int) -> TokenTrees:
     if (width := _count("width", width)) < 1:
         raise ValueError("width: 0 children per node leave no tree; give at least 1")
     nodes = (trees.parent >= 0).nonzero()[0]
-    nodes = nodes.take(trees.parent_row.take(nodes).argsort(kind="stable"))
-    parents = trees.parent_row.take(nodes)
-    starts = np.flatnonzero(np.diff(parents, prepend=-1))
-    rank = np.arange(len(nodes)) - np.repeat(starts, np.diff(starts, append=len(nodes)))
     keep = np.ones(trees.num_rows, bool)
-    keep[nodes] = rank < width
+    keep[nodes] = place_among_equals(trees.parent_row.take(nodes)) < width
     for _ in range(trees.max_depth):
         keep &= keep.take(trees.parent_row)
     return keep_rows(trees, keep)

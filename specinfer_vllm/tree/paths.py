@@ -71,3 +71,12 @@ def _subtree_sizes(jumps: list[np.ndarray], roots: np.ndarray, sizes: np.ndarray
     size = size.astype(np.int64)
     size[roots] = sizes  # counted too often above, since the tables stop at the roots
     return size
+
+
+def place_among_equals(values: np.ndarray) -> np.ndarray:
+    """How many equal values stand before each [n] int64; values [n] int, not negative."""
+    order = values.argsort(kind="stable")
+    starts = np.flatnonzero(np.diff(values[order], prepend=-1))
+    place = np.empty(len(values), np.int64)
+    place[order] = np.arange(len(values)) - np.repeat(starts, np.diff(starts, append=len(values)))
+    return place

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from specinfer_vllm.tree.paths import place_among_equals
 from specinfer_vllm.verify.walk import TreeRows
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ class Draws:
         """The sampled draws of a batch of trees, on the device of `laws` [laws, vocab_size]; None = nothing sampled."""
         drawn = np.flatnonzero(trees.draw_law >= 0)
         row = trees.draw_row[drawn]
-        order = _place_among_equals(trees.parent_row[row])
+        order = place_among_equals(trees.parent_row[row])
         laws = torch.zeros(0, vocab_size) if laws is None else laws
 
         def tensor(array: np.ndarray) -> torch.Tensor:
@@ -78,13 +79,3 @@ class Draws:
         table = torch.full((trees.tokens.numel(), self.max_order + 1), -1, dtype=torch.int64, device=self.row.device)
         table[self.parent(trees), self.order] = torch.arange(self.row.numel(), device=self.row.device)
         return table
-
-
-def _place_among_equals(values: np.ndarray) -> np.ndarray:
-    """How many equal values stand before each [n] int64."""
-    order = values.argsort(kind="stable")
-    ordered = values[order]
-    starts = np.flatnonzero(np.diff(ordered, prepend=-1))
-    place = np.empty(len(values), np.int64)
-    place[order] = np.arange(len(values)) - np.repeat(starts, np.diff(starts, append=len(values)))
-    return place

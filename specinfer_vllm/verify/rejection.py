@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 
 from specinfer_vllm.verify.coins import ACCEPT, SAMPLE, coins
-from specinfer_vllm.verify.draws import Draws
+from specinfer_vllm.verify.draws import Draws, put
 from specinfer_vllm.verify.naive import sample
 from specinfer_vllm.verify.offers import Offers
 from specinfer_vllm.verify.walk import Accepted, TreeRows
@@ -105,7 +105,5 @@ def child(trees: TreeRows, at: torch.Tensor, token: torch.Tensor, among: torch.T
     matches = (trees.depth > 0) & (trees.parent == at[trees.request]) & (trees.tokens == token[trees.request])
     if among is not None:
         matches = matches & among
-    # Rows that do not match write to a place of their own that is cut off: no host-side selection is needed.
-    found = torch.full((trees.roots.numel() + 1,), -1, dtype=torch.int64, device=at.device)
-    found[torch.where(matches, trees.request, trees.roots.numel())] = torch.arange(matches.numel(), device=at.device)
-    return found[:-1]
+    place = torch.where(matches, trees.request, at.numel())
+    return put(torch.full_like(at, -1), place, torch.arange(matches.numel(), device=at.device))
