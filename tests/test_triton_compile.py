@@ -15,7 +15,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 from triton.runtime.jit import mangle_type  # noqa: E402
 
-from specinfer_vllm.triton_kernels import kv_compact, tree_attention, tree_build, tuning  # noqa: E402
+from specinfer_vllm.triton_kernels import kv_compact, tree_attention, tree_build, tree_verify, tuning  # noqa: E402
 
 REGISTERS = 65_536  # of a multiprocessor
 L2 = 50 * 2**20  # of sm_90
@@ -190,6 +190,45 @@ def test_building_compiles_without_spills(rows, chip, monkeypatch, tmp_path, cap
     (recorder,) = record(monkeypatch, tree_build, "_build")
     tree_build.build(meta(8 * rows), meta(9), meta(8), max_rows=rows, block_table=meta(8, 512), block_size=16)
     check(recorder, chip, tmp_path, capsys, f"{rows} rows")
+
+
+@pytest.mark.parametrize("chip", ["sm_80", "sm_90", "sm_100", "gfx942"])
+@pytest.mark.parametrize("rows", [16, 64, 1024])
+def test_depth_first_order_compiles_without_spills(rows, chip, monkeypatch, tmp_path, capsys):
+    (recorder,) = record(monkeypatch, tree_build, "_depth_first")
+    lists = meta(8 * rows), meta(8 * rows), floats(8 * rows)
+    tree_build.depth_first(*lists, meta(9), meta(8), max_rows=rows, block_table=meta(8, 512), block_size=16)
+    check(recorder, chip, tmp_path, capsys, f"{rows} rows")
+
+
+def draft_rows(vocab, dtype):
+    """1024 draws from 512 laws."""
+    return tree_verify.DraftRows(
+        meta(65), meta(1024), meta(1024), meta(512, vocab, dtype=dtype), meta(512, dtype=torch.float64), meta(512)
+    )
+
+
+WALKS = {
+    "greedy": dict(),
+    "naive": dict(seed=8, greedy=8),
+    "mss": dict(seed=8, greedy=8, draws=draft_rows(151_936, torch.bfloat16)),
+    "w/o replac.": dict(seed=8, draws=draft_rows(151_936, torch.float32), drawing="without_replacement"),
+}
+
+
+@pytest.mark.parametrize("chip", ["sm_80", "sm_90", "sm_100", "gfx942"])
+@pytest.mark.parametrize("rule", WALKS)
+def test_the_walk_compiles_without_spills(rule, chip, monkeypatch, tmp_path, capsys):
+    (recorder,) = record(monkeypatch, tree_verify, "_verify")
+    monkeypatch.setattr(tuning, "architecture", lambda _: chip)
+    options = dict(WALKS[rule])
+    if "seed" in options:
+        options |= {"seed": bits(1)[:, 0], "position": bits(8)[:, 0]}
+    if "greedy" in options:
+        options["greedy"] = meta(8, dtype=torch.bool)
+    logits = meta(64, 151_936, dtype=torch.bfloat16)
+    tree_verify.verify(logits, meta(64), meta(64), meta(9), max_depth=7, **options)
+    check(recorder, chip, tmp_path, capsys, rule)
 
 
 @pytest.mark.parametrize(("rows", "group"), [(1, 8), (16, 4), (64, 1), (8, 8)])

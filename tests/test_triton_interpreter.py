@@ -10,12 +10,13 @@ import pytest
 
 pytest.importorskip("triton")
 
-FILES = ["test_triton_tree_attention.py", "test_triton_kv_compact.py", "test_triton_tree_build.py"]
+KERNELS = ["tree_attention", "kv_compact", "tree_build", "tree_verify"]
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the files run by themselves in this mode")
-@pytest.mark.parametrize("file", FILES)
-def test_cases_pass_in_the_interpreter(file):
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_cases_pass_in_the_interpreter(kernel):
+    file = f"test_triton_{kernel}.py"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__).parent / file)]
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run(

@@ -13,7 +13,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 from triton_cases import chain, comb, random_tree, star  # noqa: E402
 
 from specinfer_vllm.tree.topology import from_arrays  # noqa: E402
-from specinfer_vllm.triton_kernels.tree_build import TreeArrays, build, words_for  # noqa: E402
+from specinfer_vllm.triton_kernels.tree_build import OrderedTrees, TreeArrays, build, depth_first, words_for  # noqa: E402
 
 RNG = np.random.default_rng(11)
 FORESTS = {
@@ -73,6 +73,84 @@ def test_the_arrays_are_those_of_token_trees():
     built = build(parent, start, prefix, max_rows=90)
     assert np.array_equal(built.depth.numpy(), numpy_trees.depth)
     assert np.array_equal(built.ancestors.numpy(), numpy_trees.ancestors)
+
+
+def preorder(tree, score):
+    """Nodes of one tree in depth-first order, highest score first, the slow way."""
+    children = {node: [] for node in range(-1, len(tree))}
+    for node in sorted(range(len(tree)), key=lambda node: (-score[node], node)):
+        children[tree[node]].append(node)
+    stack, order = children[-1][::-1], []
+    while stack:
+        order.append(stack.pop())
+        stack += children[order[-1]][::-1]
+    return order
+
+
+def shuffled(trees):
+    """The same trees in another order that still has parents first: level by level."""
+    renamed = []
+    for tree in trees:
+        depth = [0] * len(tree)
+        for node in range(1, len(tree)):
+            depth[node] = depth[tree[node]] + 1
+        order = sorted(range(len(tree)), key=lambda node: (depth[node], RNG.random()))
+        place = {node: i for i, node in enumerate(order)} | {-1: -1}
+        renamed.append([place[tree[node]] for node in order])
+    return renamed
+
+
+@pytest.mark.parametrize("name", FORESTS)
+def test_depth_first_order_has_the_likeliest_child_first(name):
+    trees = shuffled(FORESTS[name])
+    parent, start, prefix = inputs(trees)
+    most, rows = max(len(tree) for tree in trees), len(parent)
+    tokens = torch.arange(rows, dtype=torch.int32) + 1000
+    score = torch.from_numpy(RNG.integers(0, 4, rows)).float()  # many equal ones
+    table = torch.from_numpy(RNG.permutation(len(trees) * 80)).view(-1, 80).to(torch.int32)
+    built = depth_first(tokens, parent, score, start, prefix, max_rows=most, block_table=table, block_size=16)
+    order, moved = [], []
+    for tree, first in zip(trees, start.tolist(), strict=False):
+        mine = preorder(tree, score[first : first + len(tree)].tolist())
+        place = {node: i for i, node in enumerate(mine)} | {-1: -1}
+        order += [first + node for node in mine]
+        moved.append([place[tree[node]] for node in mine])
+    assert built.source.tolist() == order
+    assert built.tokens.tolist() == [1000 + row for row in order]
+    assert built.parent.tolist() == [above for tree in moved for above in tree]
+    expected = build(built.parent, start, prefix, max_rows=most, block_table=table, block_size=16)
+    for field in ("depth", "position", "ancestors", "slot"):
+        assert torch.equal(getattr(built.arrays, field), getattr(expected, field))
+
+
+@pytest.mark.parametrize("parents", [[-1, 2, 1, 3], [-1, -7, 0, 5], [0, 0, 1, 2]])
+def test_links_that_do_not_rise_lose_no_row(parents):
+    """Their nodes count as roots, so that nothing is written outside the request."""
+    parent, start, prefix = inputs([parents])
+    score = torch.tensor([1.0, float("nan"), float("nan"), 2.0])
+    built = depth_first(torch.arange(4, dtype=torch.int32), parent, score, start, prefix, max_rows=4)
+    assert sorted(built.source.tolist()) == [0, 1, 2, 3]
+
+
+def test_equal_scores_in_the_wrong_order_are_caught():
+    """Negative control: of equal siblings the earlier row comes first."""
+    parent, start, prefix = inputs([star(5)])
+    built = depth_first(torch.arange(5, dtype=torch.int32), parent, torch.zeros(5), start, prefix, max_rows=5)
+    assert built.source.tolist() == [0, 1, 2, 3, 4] != preorder(star(5), [0, 1, 2, 3, 4])
+
+
+def test_depth_first_names_what_is_at_fault():
+    parent, start, prefix = inputs([chain(3)])
+    tokens, score = torch.zeros(3, dtype=torch.int32), torch.zeros(3)
+    good = depth_first(tokens, parent, score, start, prefix, max_rows=3)
+    assert depth_first(tokens, parent, score, start, prefix, max_rows=3, out=good) is good
+    with pytest.raises(ValueError, match="score"):
+        depth_first(tokens, parent, score.double(), start, prefix, max_rows=3)
+    with pytest.raises(ValueError, match="tokens"):
+        depth_first(tokens[:2], parent, score, start, prefix, max_rows=3)
+    with pytest.raises(ValueError, match="scratch"):
+        small = OrderedTrees(good.tokens, good.parent, good.source, good.arrays, good.scratch[:1])
+        depth_first(tokens, parent, score, start, prefix, max_rows=3, out=small)
 
 
 @pytest.mark.parametrize("block_size", [1, 16, 24])

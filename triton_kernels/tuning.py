@@ -73,6 +73,14 @@ class AttentionPlan:
     num_stages: int
 
 
+@dataclass(frozen=True)
+class VerifyPlan:
+    """How the walk reads a row of logits: so many tokens at a time."""
+
+    block: int
+    num_warps: int
+
+
 def architecture(device: torch.device) -> str:
     """Name of the device's entry: sm_NN, gfxNNN, or interpreter where there is no GPU."""
     return INTERPRETER if device.type == "cpu" else _gpu_architecture(device.index or 0)
@@ -127,6 +135,18 @@ def attention_plan(
         num_warps=8 if block_rows * width >= 64 * 64 else 4,
         num_stages=max(1, part.stages - (element_size == 4)),
     )
+
+
+@cache
+def verify_plan(name: str, vocab: int) -> VerifyPlan:
+    """Block of the vocabulary: one program streams a whole row, so it takes many bytes at once. Reasoned, not measured.
+
+    The interpreter takes small blocks, so that tests with few tokens go through several.
+    """
+    if name == INTERPRETER:
+        return VerifyPlan(block=_clamp(triton.next_power_of_2(vocab) // 4, 4, 4096), num_warps=1)
+    block = _clamp(triton.next_power_of_2(vocab), 256, 4096)
+    return VerifyPlan(block=block, num_warps=8 if block >= 2048 else 4)
 
 
 def _splits(part: Chip, programs: int, max_keys: int, least_keys: int) -> int:
