@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Every target does all set-up it needs, in .venv, once.
-.PHONY: help setup test demo lint format bench
+.PHONY: help setup test test-triton demo lint format bench
 
 READY := .venv/.ready
 PYTHON := .venv/bin/python
@@ -10,6 +10,7 @@ export PYTHONSAFEPATH = 1
 help:
 	@echo "make demo    the same prompts through plain vLLM and through token trees, with a picture of one tree"
 	@echo "make test    lint and all tests"
+	@echo "make test-triton TRITON=3.6.0   the kernels' tests with another release of Triton"
 	@echo "make lint    style checks only"
 	@echo "make format  put the sources into the project's style"
 	@echo "make bench   time trees, merges, proposers and compaction"
@@ -32,6 +33,17 @@ format: $(READY)
 
 test: lint
 	$(PYTHON) -m pytest
+
+# Beside the environment, not in it: vLLM's own Triton stays as it is.
+TRITON ?= 3.6.0
+OTHER_TRITON := .venv/triton-$(TRITON)
+
+$(OTHER_TRITON): $(READY)
+	$(PYTHON) -m pip install --quiet --no-deps --target $@ triton==$(TRITON)
+
+test-triton: $(OTHER_TRITON)
+	PYTHONPATH=$(OTHER_TRITON) $(PYTHON) -c "import triton; assert triton.__version__ == '$(TRITON)', triton.__file__"
+	PYTHONPATH=$(OTHER_TRITON) $(PYTHON) -m pytest tests/test_triton_interpreter.py tests/test_triton_compile.py
 
 demo: $(READY)
 	$(PYTHON) -m specinfer_vllm.bench.demo

@@ -9,6 +9,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import numpy as np
+import torch
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 
@@ -40,6 +42,40 @@ def engine(model, **options) -> Iterator[LLM]:
         del llm
         cleanup_dist_env_and_memory()
         gc.collect()
+
+
+def bytes_held(llm: LLM) -> int:
+    """Bytes of all tensors and arrays that this package keeps between steps.
+
+    Everything reachable from what the tree runner adds to vLLM's, but for weights and the KV cache.
+    """
+    runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    weights = {each.untyped_storage().data_ptr() for each in runner.model.parameters()}
+    caches = {cache.untyped_storage().data_ptr() for cache in runner.kv_caches}
+    held: dict[int, int] = {}
+    seen: set[int] = set()
+    waiting = [runner.drafter, runner.step, runner.compactions, runner.ssm_groups]
+    while waiting:
+        each = waiting.pop()
+        if id(each) in seen or isinstance(each, torch.nn.Module | type | str | bytes):
+            continue
+        seen.add(id(each))
+        if isinstance(each, torch.Tensor):
+            storage = each.untyped_storage()
+            held[storage.data_ptr()] = storage.nbytes()
+        elif isinstance(each, np.ndarray):
+            owner = each
+            while isinstance(owner.base, np.ndarray):
+                owner = owner.base
+            held[owner.ctypes.data] = owner.nbytes
+        elif isinstance(each, dict):
+            waiting += each.values()
+        elif isinstance(each, list | tuple | set):
+            waiting += each
+        elif type(each).__module__.startswith("specinfer_vllm."):
+            fields = getattr(each, "__slots__", ())
+            waiting += [*getattr(each, "__dict__", {}).values(), *(getattr(each, name, None) for name in fields)]
+    return sum(size for at, size in held.items() if at not in weights and at not in caches)
 
 
 @dataclass

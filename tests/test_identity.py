@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from engines import Answer, answers, differences, engine, greedy, real_chats, shuffled, with_aborts
+from engines import Answer, answers, bytes_held, differences, engine, greedy, real_chats, shuffled, with_aborts
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
@@ -35,6 +35,7 @@ class Run:
     answers: dict[str, list[Answer]]
     stats: dict
     preemptions: int
+    held: int  # bytes_held()
 
 
 def chats(limit: int, seed: int) -> list:
@@ -120,8 +121,9 @@ def run(model, workloads: dict, **options) -> Run:
         preempted, original = [], scheduler._preempt_request
         scheduler._preempt_request = lambda *args, **kwargs: (preempted.append(1), original(*args, **kwargs))[1]
         found = {name: workload(llm) for name, workload in workloads.items()}
-        stats = llm.collective_rpc("tree_stats")[0] if "speculative_config" in options else {}
-        return Run(found, stats, len(preempted))
+        if "speculative_config" not in options:
+            return Run(found, {}, len(preempted), 0)
+        return Run(found, llm.collective_rpc("tree_stats")[0], len(preempted), bytes_held(llm))
 
 
 @pytest.fixture(scope="module")
@@ -149,6 +151,17 @@ def test_the_suite_exercised_what_it_names(plain, free):
     assert free.stats["undrafted"] == {}
     hits = free.answers["generated prefix"][4:]
     assert all(answer.cached > 0 for answer in hits)
+
+
+def weight_bytes(model) -> int:
+    return sum(file.stat().st_size for file in model.glob("*.safetensors"))
+
+
+def test_memory_between_steps_is_less_than_a_hundredth_of_the_weights(free, model_path):
+    print(f"{free.held / 1e6:.2f} MB held beside {weight_bytes(model_path) / 1e6:.0f} MB of weights")
+    assert (
+        weight_bytes(model_path) // 1000 < free.held <= weight_bytes(model_path) // 100
+    )  # the lower end: it was found
 
 
 class WithDecoy(Ensemble):
@@ -189,6 +202,7 @@ def check_ssms(plain: Run, model, options: dict, owners: list[str]) -> Run:
         assert differences(plain.answers[f"short {name}"], found.answers[name]) == []
     assert all(found.stats["proposed_by"][owner] > 0 for owner in owners)
     assert set(found.stats["accepted_by"]) <= set(owners)
+    assert found.held <= weight_bytes(model) // 100
     return found
 
 
