@@ -2,6 +2,7 @@
 """What every test may rely on: the environment, the real model, fast tests before those that start an engine."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 # Before anything imports torch, vLLM or transformers.
@@ -42,3 +43,14 @@ def second_ssm_path(model_path: Path) -> Path:
     from specinfer_vllm.bench import smollm2
 
     return smollm2.cut(model_path, layers=[0, 29])
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Small tensors gain nothing from a second thread, and wait for it where the machine is shared."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -196,8 +196,16 @@ def test_compaction_is_what_keeps_it(plain, model_path, monkeypatch):
     assert any(differences(plain.answers[f"short {name}"], broken.answers[name]) for name in SHORT)
 
 
-def check_ssms(plain: Run, model, options: dict, owners: list[str]) -> Run:
-    found = run(model, SHORT, speculative_config={"method": "tree", **options})
+def seeded(llm: LLM) -> list[Answer]:
+    """Sampled requests with seeds, each alone; then all at once, where the pool of blocks does not hold them."""
+    params = [SamplingParams(temperature=0.9, top_p=0.95, seed=i, max_tokens=150, ignore_eos=True) for i in range(8)]
+    texts = [f"{i} rivers and the mountains they come from:\n" for i in range(8)]
+    alone = [llm.generate([text], each, use_tqdm=False)[0] for text, each in zip(texts, params, strict=True)]
+    return answers(alone) + answers(llm.generate(texts, params, use_tqdm=False))
+
+
+def check_ssms(plain: Run, model, options: dict, owners: list[str], **more) -> Run:
+    found = run(model, SHORT | more, speculative_config={"method": "tree", **options})
     for name in SHORT:
         assert differences(plain.answers[f"short {name}"], found.answers[name]) == []
     assert all(found.stats["proposed_by"][owner] > 0 for owner in owners)
@@ -212,7 +220,10 @@ def test_one_ssm(plain, model_path, ssm_path):
 
 def test_two_ssms_merged(plain, model_path, ssm_path, second_ssm_path):
     options = {"ssms": [str(ssm_path), {"model": str(second_ssm_path), "expansion": [3, 1]}], "expansion": [2, 1, 1]}
-    check_ssms(plain, model_path, options, ["ssm0", "ssm1"])
+    found = check_ssms(plain, model_path, options, ["ssm0", "ssm1"], seeded=seeded)
+    alone, together = np.split(np.array([each.tokens for each in found.answers["seeded"]]), 2)
+    assert found.preemptions > 0
+    assert (alone == together).all()
 
 
 def test_an_ssm_with_draft_free_proposers(plain, model_path, ssm_path):

@@ -34,13 +34,7 @@ from specinfer_vllm.verify.without_replacement import without_replacement
 VOCAB = 5
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Small tensors gain nothing from a second thread, and wait for it where the machine is shared."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def traversal_iid(*arguments):

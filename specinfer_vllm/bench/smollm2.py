@@ -8,15 +8,13 @@ cache folder, so tests and examples run on a real model where no model hub can b
 
 import functools
 import hashlib
-import json
-import re
-import shutil
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
 from specinfer_vllm.bench import cache
 from specinfer_vllm.bench.packages import PackageFile
+from specinfer_vllm.train import cut as cutting
 
 NAME = "SmolLM2-135M-Instruct"
 GGUF = PackageFile(
@@ -44,13 +42,10 @@ def cut(model: Path | str, layers: Sequence[int], out: Path | None = None) -> Pa
     Untrained, such a model is a weak SSM: it serves where any SSM will do. Raises ValueError for layers it lacks.
     """
     model, layers = Path(model), list(layers)
-    count = json.loads((model / "config.json").read_text())["num_hidden_layers"]
-    wrong = [layer for layer in layers if not 0 <= layer < count]
-    if wrong or not layers:
-        raise ValueError(f"layers={layers}: {model} has the layers 0..{count - 1}; name one or more of these")
+    cutting.check_layers(model, layers)
     name = f"{model.name}-layers-{'-'.join(map(str, layers))}"
     recipe = f"layers {layers} of {_fingerprint(model)}, v1"
-    return cache.built(out or cache.folder() / name, recipe, lambda draft: _cut(model, layers, draft))
+    return cache.built(out or cache.folder() / name, recipe, lambda draft: cutting.cut(model, layers, draft))
 
 
 def _build(draft: Path) -> None:
@@ -106,37 +101,6 @@ def _fingerprint(model: Path) -> str:
     for file in sorted(model.glob("*.safetensors")):
         digest.update(f"{file.name} {file.stat().st_size} {file.stat().st_mtime_ns}".encode())
     return digest.hexdigest()
-
-
-def _cut(model: Path, layers: list[int], draft: Path) -> None:
-    from safetensors import safe_open
-    from safetensors.torch import save_file
-
-    weights = {}
-    for file in sorted(model.glob("*.safetensors")):
-        with safe_open(file, "pt") as source:
-            for name in source.keys():  # not a dict
-                for renamed in _renamed(name, layers):
-                    weights[renamed] = source.get_tensor(name).clone()
-    save_file(weights, draft / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((model / "config.json").read_text())
-    config["num_hidden_layers"] = len(layers)
-    if config.get("layer_types"):
-        config["layer_types"] = [config["layer_types"][layer] for layer in layers]
-    (draft / "config.json").write_text(json.dumps(config, indent=2))
-    skip = {"config.json", "model.safetensors.index.json", cache.MANIFEST}
-    for file in model.iterdir():
-        if file.is_file() and file.suffix != ".safetensors" and file.name not in skip:
-            shutil.copy(file, draft)
-
-
-def _renamed(name: str, layers: list[int]) -> list[str]:
-    """The names that a weight gets in the cut model: none for a dropped layer, several for a layer taken twice."""
-    found = re.match(r"(.*\blayers\.)(\d+)(\..*)", name)
-    if found is None:
-        return [name]
-    before, layer, after = found.groups()
-    return [f"{before}{place}{after}" for place, chosen in enumerate(layers) if chosen == int(layer)]
 
 
 if __name__ == "__main__":

@@ -45,6 +45,8 @@ def check_ssm(ssm: SsmOptions, index: int, config: Any) -> None:
     check_room(name, ssm.model, model, ssm_slots(config.speculative_config.tree, index))
     check_tokens(name, ssm, config.model_config)
     check_sizes(name, ssm.model, model.get_vocab_size(), config.model_config)
+    expansion = config.speculative_config.tree.expansions[index]
+    check_draft_vocab(name, ssm, model, config, max(expansion) if expansion else ssm.width)
 
 
 def check_folder(name: str, model: str) -> None:
@@ -143,6 +145,24 @@ def check_sizes(name: str, model: str, size: int, llm: Any) -> None:
         raise TreeOptionError(
             f"{name}: {model!r} has {size} token ids and the LLM {vocab_size}; that is another vocabulary. "
             "Use an SSM of the same tokenizer family"
+        )
+
+
+def check_draft_vocab(name: str, ssm: SsmOptions, model: Any, config: Any, width: int) -> None:
+    """Raise TreeOptionError for a draft vocabulary that cannot be used. width: children per node at most."""
+    from specinfer_vllm.propose.draft_vocab import read_draft_vocab
+
+    try:
+        ids = read_draft_vocab(ssm.model, ssm.revision, draftable_tokens(model.get_vocab_size(), config.model_config))
+    except ValueError as error:
+        raise TreeOptionError(f"{name}: {error}") from None
+    if ids is None:
+        return
+    if len(ids) < width:
+        raise TreeOptionError(f"{name}: {width} children per node of a draft vocabulary of {len(ids)} tokens; lower it")
+    if config.parallel_config.tensor_parallel_size > 1:
+        raise TreeOptionError(
+            f"{name}: a draft vocabulary needs the whole head on one rank; remove it or serve with TP 1"
         )
 
 

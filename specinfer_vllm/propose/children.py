@@ -10,7 +10,7 @@ score that knew the token would let the budget choose among draws, and the rules
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -45,29 +45,43 @@ class ChildSampler:
     sampling  of the requests that draw, None when none is sampled
     position  [requests] int64    of the step's first token
     ssm       index of the SSM: two SSMs' draws are independent
+    ids       [vocab] int64       tokens that the logits stand for, None = 0, 1, ..
     """
 
     sampling: DraftSampling | None
     position: torch.Tensor
     ssm: int
+    ids: torch.Tensor | None = None
     kept: list[torch.Tensor] = field(default_factory=list)
 
     @classmethod
-    def of(cls, sampling: DraftSampling | None, requests: np.ndarray, lengths: np.ndarray, ssm: int) -> ChildSampler:
+    def of(
+        cls,
+        sampling: DraftSampling | None,
+        requests: np.ndarray,
+        lengths: np.ndarray,
+        ssm: int,
+        ids: torch.Tensor | None = None,
+    ) -> ChildSampler:
         """For the given requests [k] int64 of a batch; lengths [batch] int64 of committed tokens."""
         if sampling is not None:
             picked = {
                 name: getattr(sampling, name)[requests] for name in ("sampled", "temperature", "top_k", "top_p", "seed")
             }
             sampling = DraftSampling(sampling.drafting, **picked) if picked["sampled"].any() else None
-        return cls(sampling, torch.from_numpy(lengths[requests]), ssm)
+        return cls(sampling, torch.from_numpy(lengths[requests]), ssm, ids)
 
     def children(self, logits: torch.Tensor, width: int, parent: torch.Tensor) -> Children:
         """Children of each node; parent [requests, nodes] int64 = local indices of the nodes themselves."""
         score, token = logits.log_softmax(dim=-1).topk(width, dim=-1)
         nothing = torch.zeros_like(token)
         children = Children(token, score, nothing, nothing - 1)
-        return children if self.sampling is None else self._sampled(children, logits, parent)
+        if self.sampling is not None:
+            children = self._sampled(children, logits, parent)
+        if self.ids is None:
+            return children
+        named = torch.where(children.token >= 0, self.ids[children.token.clamp(min=0)], -1)
+        return replace(children, token=named)
 
     def _sampled(self, children: Children, logits: torch.Tensor, parent: torch.Tensor) -> Children:
         """The children with those of sampled requests replaced by draws."""
@@ -123,6 +137,8 @@ class ChildSampler:
         if not self.kept:
             return None
         laws = torch.cat(self.kept)
+        if self.ids is not None:
+            return laws.new_zeros(len(laws), vocab_size).index_copy_(1, self.ids, laws)
         return torch.nn.functional.pad(laws, (0, vocab_size - laws.shape[1]))
 
 

@@ -27,6 +27,7 @@ from specinfer_vllm.config import ssm_slots
 from specinfer_vllm.engine.vocabulary import draftable_tokens
 from specinfer_vllm.patches.speculative_config import tree_config
 from specinfer_vllm.propose.children import ChildSampler
+from specinfer_vllm.propose.draft_vocab import NarrowHead, read_draft_vocab
 from specinfer_vllm.propose.proposer import DraftBatch, Proposer
 from specinfer_vllm.tree.budget import worthwhile_alone
 from specinfer_vllm.tree.expand import level_sizes
@@ -86,6 +87,8 @@ class SsmProposer(Proposer):
         self.model_config = ssm_model_config(self.options.model, self.options.revision, vllm_config)
         self.max_len = min(self.model_config.max_model_len, vllm_config.model_config.max_model_len)
         self.num_tokens = draftable_tokens(self.model_config.get_vocab_size(), vllm_config.model_config)
+        self.draft_vocab = read_draft_vocab(self.options.model, self.options.revision, self.num_tokens)
+        self.head: NarrowHead | None = None
         self.layer_names: list[str] = []
         self.groups: list[Any] = []
         self.step: SsmStep | None = None
@@ -102,6 +105,8 @@ class SsmProposer(Proposer):
         with set_model_tag(self.name):
             self.model = get_model(vllm_config=config, prefix=self.name, load_config=load_config)
         self.layer_names = sorted(attention_layers(self.llm_config) - before)
+        if self.draft_vocab is not None:
+            self.head = NarrowHead.of(self.model, self.draft_vocab)
 
     def bind(self, attn_groups: Sequence[Sequence[Any]]) -> int:
         """Find the metadata builders of the SSM's layers, once the KV cache is there. Returns the KV cache group.
@@ -148,7 +153,8 @@ class SsmProposer(Proposer):
         root = torch.from_numpy(batch.lengths - 1)
         fits = (batch.lengths + self.num_slots <= self.max_len) & ~self.lost[batch.slots] & (batch.max_depth > 0)
         chosen = np.flatnonzero(fits)
-        self.sampler = ChildSampler.of(batch.sampling, chosen, batch.lengths, self.index)
+        ids = None if self.head is None else self.head.ids
+        self.sampler = ChildSampler.of(batch.sampling, chosen, batch.lengths, self.index, ids)
         if not len(chosen):
             return roots(batch.root_tokens())
         levels = self.levels(hidden, batch.rows[chosen], root[chosen], int(batch.max_depth[chosen].max()))
@@ -218,7 +224,7 @@ class SsmProposer(Proposer):
         """
         width = self.expansion[level] if self.expansion is not None else self.options.width
         requests, nodes = states.shape[:2]
-        logits = self.model.compute_logits(states.flatten(0, 1))[:, : self.num_tokens].float()
+        logits = self.logits(states.flatten(0, 1))
         path, parent = torch.zeros(requests, nodes), torch.zeros(requests, nodes, dtype=torch.int64)
         if parents is not None:
             path, parent = parents
@@ -228,6 +234,12 @@ class SsmProposer(Proposer):
         twin = own.expand(requests, -1) - children.back.flatten(1)
         parent = parent[:, :, None].expand_as(children.token).flatten(1)
         return Level(children.token.clamp(min=0).flatten(1), score, parent, twin, children.law.flatten(1), first)
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """[rows, draftable tokens] float32 of states [rows, hidden]; of the draft vocabulary where there is one."""
+        if self.head is not None:
+            return self.head.logits(states).float()
+        return self.model.compute_logits(states)[:, : self.num_tokens].float()
 
     def read_level(
         self, token: torch.Tensor, ancestors: torch.Tensor, depth: int, root: torch.Tensor, requests: torch.Tensor

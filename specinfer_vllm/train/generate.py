@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`specinfer generate`: the LLM writes the corpus its SSMs learn from, with its likeliest tokens at every place.
+
+Without a prompt file it asks itself: it continues the chat template's opening of a user's turn, which gives questions
+of the kind it was tuned on (Xu et al. 2024, arXiv 2406.08464), and then answers them. No data set is needed.
+Every batch follows from the seed and its number alone, so a run that was stopped is gone on with where it was.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from specinfer_vllm.train.corpus import Corpus, CorpusError, CorpusWriter
+
+MARK = "\x00question\x00"
+MIN_QUESTION = 4  # tokens; shorter ones are what a sampled end of turn leaves
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a corpus is made of.
+
+    samples        sequences in all
+    batch          sequences of one part
+    temperatures   of the answers, in turns; 0 = greedy
+    max_tokens     of an answer; question_tokens: of a question
+    width          likeliest tokens kept at each place
+    """
+
+    model: str
+    samples: int = 2048
+    batch: int = 64
+    temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)
+    max_tokens: int = 192
+    question_tokens: int = 96
+    width: int = 16
+    seed: int = 0
+    prompts: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """For the corpus' manifest; `samples` may grow, so it is left out."""
+        named = vars(self) | {"temperatures": list(self.temperatures)}
+        return {name: value for name, value in named.items() if name != "samples"}
+
+
+def read_prompts(file: Path) -> list[str]:
+    """The prompts of a text file, one per line, or of a .jsonl file of strings or objects with "prompt" or "text".
+
+    Raises CorpusError that names the line at fault.
+    """
+    if not file.is_file():
+        raise CorpusError(f"--prompts {file}: no such file")
+    prompts = []
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        prompts.append(_prompt(line, f"--prompts {file}, line {number}") if file.suffix == ".jsonl" else line.strip())
+    if not prompts:
+        raise CorpusError(f"--prompts {file}: is empty")
+    return prompts
+
+
+def _prompt(line: str, where: str) -> str:
+    try:
+        value = json.loads(line)
+    except ValueError as error:
+        raise CorpusError(f"{where}: is no JSON ({error})") from None
+    if isinstance(value, dict):
+        value = value.get("prompt", value.get("text"))
+    if not isinstance(value, str) or not value.strip():
+        raise CorpusError(f'{where}: must be a string, or an object with a string "prompt" or "text"')
+    return value
+
+
+def serving(model: str, batch: int, max_model_len: int, dtype: str) -> Any:
+    """Plain vLLM, for `batch` requests at a time."""
+    from specinfer_vllm.bench import engines
+
+    engines.use_all_cores()
+    from vllm import LLM
+
+    return LLM(model=model, dtype=dtype, max_model_len=max_model_len, max_num_seqs=batch, enforce_eager=True, seed=0)
+
+
+def generate(llm: Any, recipe: Recipe, out: Path, prompts: Sequence[str] = ()) -> Corpus:
+    """Write the parts that are still missing and return the corpus. llm: a vLLM `LLM`; prompts: instead of its own."""
+    from tqdm import tqdm
+
+    writer = CorpusWriter(out, recipe.as_dict())
+    total = -(-recipe.samples // recipe.batch)
+    with tqdm(total=total, initial=min(writer.num_parts, total), unit="part", desc="generate") as bar:
+        while writer.num_parts < total:
+            seeds = [_seed(recipe.seed, writer.num_parts, i) for i in range(recipe.batch)]
+            begin = writer.num_parts * recipe.batch
+            asked = [prompts[(begin + i) % len(prompts)] for i in range(recipe.batch)] if prompts else []
+            chats = [_chat(llm, text) for text in asked] if asked else questions(llm, recipe, seeds)
+            part = answered(llm, recipe, chats, seeds[: len(chats)])
+            writer.append(part)
+            bar.set_postfix(tokens=part.num_answers)
+            bar.update()
+    return Corpus.load(out)
+
+
+def _seed(*numbers: int) -> int:
+    """A request's seed, the same on every machine."""
+    return int.from_bytes(hashlib.sha256(repr(numbers).encode()).digest()[:7], "little")
+
+
+def questions(llm: Any, recipe: Recipe, seeds: Sequence[int]) -> list[list[int]]:
+    """Prompts that the LLM thinks up: token ids up to where the answer begins."""
+    from vllm import SamplingParams
+
+    tokenizer = llm.get_tokenizer()
+    opening, closing = turn(tokenizer)
+    params = [
+        SamplingParams(temperature=1.0, top_p=0.99, max_tokens=recipe.question_tokens, seed=seed) for seed in seeds
+    ]
+    outputs = llm.generate([{"prompt_token_ids": opening}] * len(params), params, use_tqdm=False)
+    written = [[token for token in each.outputs[0].token_ids if token not in _ends(tokenizer)] for each in outputs]
+    return [[*opening, *question, *closing] for question in written if len(question) >= MIN_QUESTION]
+
+
+def turn(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """Token ids (before a user's text, between it and the answer) by the chat template; the start token without one."""
+    if not tokenizer.chat_template:
+        start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+        return [start], []
+    chat = [{"role": "user", "content": MARK}]
+    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    opening, closing = text.split(MARK)
+    return (tokenizer.encode(each, add_special_tokens=False) for each in (opening, closing))
+
+
+def _ends(tokenizer: Any) -> set[int]:
+    """Special tokens, which no question holds."""
+    return set(tokenizer.all_special_ids)
+
+
+def _chat(llm: Any, text: str) -> list[int]:
+    opening, closing = turn(llm.get_tokenizer())
+    return [*opening, *llm.get_tokenizer().encode(text, add_special_tokens=False), *closing]
+
+
+def answered(llm: Any, recipe: Recipe, chats: Sequence[list[int]], seeds: Sequence[int]) -> Corpus:
+    """The LLM's answers to prompts of token ids, with its likeliest tokens."""
+    from vllm import SamplingParams
+
+    limit = llm.llm_engine.vllm_config.model_config.max_model_len - recipe.max_tokens
+    chats, seeds = zip(*[pair for pair in zip(chats, seeds, strict=True) if len(pair[0]) < limit], strict=True)
+    params = [
+        SamplingParams(
+            temperature=recipe.temperatures[i % len(recipe.temperatures)],
+            max_tokens=recipe.max_tokens,
+            seed=seed,
+            logprobs=recipe.width,
+            detokenize=False,
+        )
+        for i, seed in enumerate(seeds)
+    ]
+    outputs = llm.generate([{"prompt_token_ids": chat} for chat in chats], params, use_tqdm=False)
+    sequences = []
+    for chat, output in zip(chats, outputs, strict=True):
+        answer = output.outputs[0]
+        sequences.append(([*chat, *answer.token_ids], len(chat), *likeliest(answer.logprobs, recipe.width)))
+    return Corpus.of(sequences, recipe.width)
+
+
+def likeliest(positions: Sequence[dict[int, Any]], width: int) -> tuple[np.ndarray, np.ndarray]:
+    """(tokens [n, width] int32, log-probabilities [n, width] float32) of vLLM's logprobs, likeliest first."""
+    best = np.full((len(positions), width), -1, np.int32)
+    logprob = np.full((len(positions), width), -np.inf, np.float32)
+    for i, entries in enumerate(positions):
+        ranked = sorted(entries.items(), key=lambda entry: -entry[1].logprob)[:width]
+        best[i, : len(ranked)] = [token for token, _ in ranked]
+        logprob[i, : len(ranked)] = [entry.logprob for _, entry in ranked]
+    return best, logprob

@@ -1,0 +1,343 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`specinfer tune`: boost-tuning (SpecInfer, section 3).
+
+The first SSM learns from the whole corpus, each next one from the places where no SSM before it has the LLM's token
+first. The loss is the Kullback-Leibler divergence from the LLM's law at the temperatures that will be served, over its
+likeliest tokens within the draft vocabulary. Embeddings and head stay the LLM's own: they do not learn and need not be
+stored. A run that was stopped goes on at its last checkpoint and ends with the same weights.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from specinfer_vllm.propose.draft_vocab import FILE as DRAFT_VOCAB
+from specinfer_vllm.propose.draft_vocab import check_ids
+from specinfer_vllm.train.corpus import Corpus, CorpusError
+
+RANKS = 5
+STATE = "tuning.json"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How an SSM is tuned.
+
+    epochs          times over the corpus
+    batch_tokens    tokens of one optimiser step
+    learning_rate   highest, after warm-up; it falls to a tenth along a cosine
+    temperatures    of the laws that are learnt, in turns: 1 keeps the law's shape, less sharpens it towards greedy
+    held_out        share of the sequences that is never learnt from
+    patience        epochs without a better held-out acceptance until it stops
+    checkpoint      optimiser steps between checkpoints
+    precision       accelerate's mixed precision: no, bf16, fp16
+    """
+
+    epochs: int = 4
+    batch_tokens: int = 4096
+    learning_rate: float = 1e-3
+    weight_decay: float = 0.01
+    temperatures: tuple[float, ...] = (1.0, 0.7)
+    held_out: float = 0.05
+    patience: int = 2
+    checkpoint: int = 100
+    precision: str = "no"
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """How often the LLM's likeliest token is among the SSM's k likeliest. hits [RANKS], at so many places."""
+
+    hits: np.ndarray
+    places: int
+
+    @property
+    def rates(self) -> list[float]:
+        """Of k = 1..RANKS."""
+        return [float(hit) / max(self.places, 1) for hit in self.hits]
+
+    def __str__(self) -> str:
+        return ", ".join(f"top-{k} {rate:.3f}" for k, rate in enumerate(self.rates, 1)) + f" of {self.places} places"
+
+
+class Student(torch.nn.Module):
+    """An SSM with its head narrowed to the draft vocabulary; embeddings and head do not learn."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        from transformers import AutoModelForCausalLM
+
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        head = self.model.get_output_embeddings()
+        for module in (head, self.model.get_input_embeddings()):
+            module.requires_grad_(False)
+        size = len(head.weight)
+        file = folder / DRAFT_VOCAB
+        ids = check_ids(file, size) if file.is_file() else np.arange(size)
+        self.register_buffer("ids", torch.from_numpy(ids), persistent=False)
+        self.register_buffer("narrow", head.weight.detach()[self.ids].clone(), persistent=False)
+        place = torch.full((size,), -1, dtype=torch.int64)
+        place[self.ids] = torch.arange(len(ids))
+        self.register_buffer("place", place, persistent=False)
+
+    def forward(self, tokens: torch.Tensor, lengths: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+        """Logits [n, narrow] behind some of the tokens [sequences, longest]; at [n] int64 = their flat places."""
+        mask = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
+        states = self.model.base_model(input_ids=tokens, attention_mask=mask, use_cache=False).last_hidden_state
+        return states.flatten(0, 1)[at] @ self.narrow.T
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Some sequences, padded, and the places of their answers that count.
+
+    tokens [sequences, longest], lengths [sequences], at [n] flat places whose next token's law is known,
+    rows [n] rows of the corpus' `best`
+    """
+
+    tokens: torch.Tensor
+    lengths: torch.Tensor
+    at: torch.Tensor
+    rows: np.ndarray
+
+
+def batches(corpus: Corpus, chosen: np.ndarray, size: int, wanted: np.ndarray | None = None) -> list[Batch]:
+    """Sequences of like lengths together, about `size` tokens a batch. wanted [answers] bool: places to keep."""
+    lengths, rows = np.diff(corpus.offsets), corpus.answer_offsets
+    ordered = chosen[np.argsort(lengths[chosen], kind="stable")]
+    groups, group = [], []
+    for sequence in ordered:
+        group.append(sequence)
+        if len(group) * lengths[sequence] >= size:
+            groups.append(group)
+            group = []
+    groups += [group] if group else []
+    return [each for each in (_batch(corpus, group, lengths, rows, wanted) for group in groups) if len(each.at)]
+
+
+def _batch(corpus: Corpus, group: list, lengths: np.ndarray, rows: np.ndarray, wanted: np.ndarray | None) -> Batch:
+    longest = int(lengths[group].max())
+    tokens = np.zeros((len(group), longest), np.int64)
+    at, known = [], []
+    for i, sequence in enumerate(group):
+        length, first = lengths[sequence], corpus.first[sequence]
+        tokens[i, :length] = corpus.tokens[corpus.offsets[sequence] : corpus.offsets[sequence + 1]]
+        row = np.arange(rows[sequence], rows[sequence + 1])
+        # The law of the token at `first` is read at the token in front of it.
+        place = i * longest + first - 1 + np.arange(length - first)
+        keep = slice(None) if wanted is None else wanted[row]
+        at.append(place[keep])
+        known.append(row[keep])
+    flat = torch.from_numpy(np.concatenate(at))
+    return Batch(torch.from_numpy(tokens), torch.from_numpy(lengths[group]), flat, np.concatenate(known))
+
+
+def divergence(logits: torch.Tensor, student: Student, corpus: Corpus, rows: np.ndarray, temperature: float):
+    """Mean KL(LLM || SSM) over the places, up to the LLM's entropy; laws over the LLM's tokens in the vocabulary."""
+    best = torch.from_numpy(corpus.best[rows].astype(np.int64)).to(logits.device)
+    place = torch.where(best >= 0, student.place[best.clamp(min=0)], -1)
+    logprob = torch.from_numpy(corpus.logprob[rows]).to(logits.device)
+    target = (logprob / temperature).masked_fill(place < 0, -torch.inf).softmax(dim=-1).nan_to_num()
+    learnt = (logits.float() / temperature).log_softmax(dim=-1).gather(1, place.clamp(min=0))
+    return -(target * learnt).sum(dim=-1).mean()
+
+
+@torch.no_grad()
+def acceptance(student: Student, corpus: Corpus, some: Sequence[Batch]) -> tuple[Acceptance, np.ndarray]:
+    """(how often the LLM's token is among the likeliest, rows of `best` where it is the first of all)."""
+    hits, places, agreed = np.zeros(RANKS), 0, []
+    student.eval()
+    for batch in some:
+        device = student.ids.device
+        logits = student(batch.tokens.to(device), batch.lengths.to(device), batch.at.to(device))
+        likeliest = student.ids[logits.topk(RANKS, dim=-1).indices].cpu().numpy()
+        found = likeliest == corpus.best[batch.rows, :1]
+        hits += found.cumsum(axis=1).sum(axis=0)
+        places += len(found)
+        agreed.append(batch.rows[found[:, 0]])
+    student.train()
+    return Acceptance(hits, places), np.concatenate([np.zeros(0, np.int64), *agreed])
+
+
+def split(corpus: Corpus, held_out: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """(sequences to learn from, sequences held out); both hold at least one."""
+    order = np.random.default_rng(seed).permutation(corpus.num_sequences)
+    count = int(np.clip(round(held_out * len(order)), 1, len(order) - 1))
+    if len(order) < 2:
+        raise CorpusError("the corpus has a single sequence: nothing could be held out; generate more")
+    return np.sort(order[count:]), np.sort(order[:count])
+
+
+def boost_tune(
+    corpus: Corpus, ssms: Sequence[Path], outs: Sequence[Path], settings: Settings
+) -> list[list[Acceptance]]:
+    """Tune one SSM after the other; each learns where those before it miss. Returns each one's held-out acceptances."""
+    missed = np.ones(corpus.num_answers, bool)
+    histories = []
+    for ssm, out in zip(ssms, outs, strict=True):
+        student, history = tune(corpus, ssm, out, settings, missed)
+        histories.append(history)
+        if len(histories) < len(ssms):
+            every = batches(corpus, np.arange(corpus.num_sequences), settings.batch_tokens)
+            _, agreed = acceptance(student, corpus, every)
+            missed[agreed] = False
+    return histories
+
+
+def tune(
+    corpus: Corpus, ssm: Path, out: Path, settings: Settings, wanted: np.ndarray | None = None
+) -> tuple[Student, list[Acceptance]]:
+    """Tune the SSM in folder `ssm` and write it to `out`; wanted [answers] bool: the places it learns from."""
+    from accelerate import Accelerator
+    from accelerate.utils import set_seed
+
+    set_seed(settings.seed)
+    accelerator = Accelerator(mixed_precision=settings.precision)
+    learning, held = split(corpus, settings.held_out, settings.seed)
+    train = batches(corpus, learning, settings.batch_tokens, wanted)
+    test = batches(corpus, held, settings.batch_tokens)
+    student = Student(ssm)
+    learnable = [each for each in student.parameters() if each.requires_grad]
+    optimizer = torch.optim.AdamW(
+        learnable, settings.learning_rate, weight_decay=settings.weight_decay, betas=(0.9, 0.95)
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, _Cosine(settings.epochs * len(train)))
+    student, optimizer = accelerator.prepare(student, optimizer)
+    accelerator.register_for_checkpointing(schedule)
+    run = Run(accelerator, student, optimizer, schedule, corpus, settings, out.with_name(f".{out.name}.tuning"))
+    history = run.through(train, test, learnable)
+    plain = accelerator.unwrap_model(student)
+    save(plain, ssm, out, history, settings)
+    run.forget()
+    return plain, history
+
+
+@dataclass(frozen=True)
+class _Cosine:
+    steps: int
+    warm_up: float = 0.03
+
+    def __call__(self, step: int) -> float:
+        begin = max(1, int(self.warm_up * self.steps))
+        if step < begin:
+            return (step + 1) / begin
+        return 0.55 + 0.45 * float(np.cos(np.pi * (step - begin) / max(self.steps - begin, 1)))
+
+
+@dataclass
+class Run:
+    """One SSM's tuning, with its checkpoints in `folder`."""
+
+    accelerator: Any
+    student: Any
+    optimizer: Any
+    schedule: Any
+    corpus: Corpus
+    settings: Settings
+    folder: Path
+    step: int = 0
+    history: list | None = None
+
+    def through(self, train: list[Batch], test: list[Batch], learnable: list) -> list[Acceptance]:
+        """All epochs; returns the held-out acceptance before the first one and after each."""
+        from tqdm import tqdm
+
+        self.resume()
+        student = self.accelerator.unwrap_model(self.student)
+        if self.history is None:
+            self.history = [acceptance(student, self.corpus, test)[0]]
+            tqdm.write(f"untuned: {self.history[0]}")
+        total = self.settings.epochs * len(train)
+        with tqdm(total=total, initial=self.step, unit="step", desc=self.folder.name.strip(".")) as bar:
+            while self.step < total and not self.stale():
+                self.one(train[self.order(len(train))], learnable, bar)
+                if self.step % len(train) == 0:
+                    self.history.append(acceptance(student, self.corpus, test)[0])
+                    tqdm.write(f"epoch {self.step // len(train)}: {self.history[-1]}")
+                if self.step % self.settings.checkpoint == 0 or self.step % len(train) == 0:
+                    self.keep()
+        return self.history
+
+    def order(self, count: int) -> int:
+        """Which batch comes now: every epoch has its own order."""
+        epoch, place = divmod(self.step, count)
+        return int(np.random.default_rng([self.settings.seed, epoch]).permutation(count)[place])
+
+    def one(self, batch: Batch, learnable: list, bar: Any) -> None:
+        """One optimiser step."""
+        device = self.accelerator.device
+        temperature = self.settings.temperatures[self.step % len(self.settings.temperatures)]
+        with self.accelerator.autocast():
+            logits = self.student(batch.tokens.to(device), batch.lengths.to(device), batch.at.to(device))
+        plain = self.accelerator.unwrap_model(self.student)
+        loss = divergence(logits, plain, self.corpus, batch.rows, temperature)
+        self.accelerator.backward(loss)
+        self.accelerator.clip_grad_norm_(learnable, 1.0)
+        self.optimizer.step()
+        self.schedule.step()
+        self.optimizer.zero_grad()
+        self.step += 1
+        bar.set_postfix(loss=f"{loss.item():.3f}", tokens=int(batch.lengths.sum()))
+        bar.update()
+
+    def stale(self) -> bool:
+        """Whether the held-out acceptance has not risen for `patience` epochs."""
+        first = [each.rates[0] for each in self.history]
+        return len(first) - 1 - int(np.argmax(first)) >= self.settings.patience
+
+    def keep(self) -> None:
+        """A checkpoint, under its name in one piece."""
+        draft = self.folder.with_name(f"{self.folder.name}.draft")
+        shutil.rmtree(draft, ignore_errors=True)
+        self.accelerator.save_state(str(draft), safe_serialization=True)
+        history = [{"hits": each.hits.tolist(), "places": each.places} for each in self.history]
+        state = {"step": self.step, "settings": _plain(self.settings), "history": history}
+        (draft / STATE).write_text(json.dumps(state))
+        shutil.rmtree(self.folder, ignore_errors=True)
+        draft.rename(self.folder)
+
+    def resume(self) -> None:
+        """Go on at the last checkpoint, if there is one. CorpusError when other settings made it."""
+        file = self.folder / STATE
+        if not file.is_file():
+            return
+        state = json.loads(file.read_text())
+        if state["settings"] != _plain(self.settings):
+            raise CorpusError(f"{self.folder}: an unfinished run with other settings; go on with these or remove it")
+        self.accelerator.load_state(str(self.folder))
+        self.step = state["step"]
+        self.history = [Acceptance(np.array(each["hits"]), each["places"]) for each in state["history"]]
+
+    def forget(self) -> None:
+        """Remove the checkpoint of a finished run."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _plain(settings: Settings) -> dict[str, Any]:
+    return json.loads(json.dumps(asdict(settings)))
+
+
+def save(student: Student, ssm: Path, out: Path, history: Sequence[Acceptance], settings: Settings) -> None:
+    """The tuned SSM as a folder like `ssm`, with how it was tuned in tuning.json."""
+    out.mkdir(parents=True, exist_ok=True)
+    for file in ssm.iterdir():
+        if file.is_file() and file.suffix != ".safetensors" and file.name != "config.json":
+            shutil.copy(file, out)
+    student.model.save_pretrained(out, safe_serialization=True)
+    report = {"settings": _plain(settings), "held_out": [each.rates for each in history], "places": history[-1].places}
+    (out / STATE).write_text(json.dumps(report, indent=1))
+
+
+def lines(histories: Sequence[Sequence[Acceptance]]) -> Iterator[str]:
+    """What came out, for the terminal."""
+    for i, history in enumerate(histories):
+        yield f"SSM {i}: {history[0]}  ->  {history[-1]}"

@@ -1,0 +1,289 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The SSM workshop on tiny models: cutting, corpora, tuning that can be repeated and gone on with."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from specinfer_vllm import cli
+from specinfer_vllm.propose.draft_vocab import FILE as DRAFT_VOCAB
+from specinfer_vllm.train import tune as tuning
+from specinfer_vllm.train.corpus import Corpus, CorpusError, CorpusWriter, frequent_tokens, part_files
+from specinfer_vllm.train.cut import cut
+from specinfer_vllm.train.generate import read_prompts
+from specinfer_vllm.train.tune import Acceptance, Run, Settings, Student, batches, boost_tune, divergence, split, tune
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+VOCAB, WIDTH = 96, 4
+QUICK = Settings(epochs=2, batch_tokens=256, learning_rate=3e-3, held_out=0.2, checkpoint=3, patience=9)
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory):
+    """A folder with four random layers."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=True,
+        max_position_embeddings=128,
+    )
+    folder = tmp_path_factory.mktemp("llm")
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def corpus_of(seed: int, sequences: int = 60, rule=lambda token: (3 * token + 1) % VOCAB) -> Corpus:
+    """Answers in which every token follows from the one before it, with some doubt."""
+    rng = np.random.default_rng(seed)
+    made = []
+    for _ in range(sequences):
+        first, count = int(rng.integers(1, 5)), int(rng.integers(3, 20))
+        tokens = rng.integers(0, VOCAB, first).tolist()
+        for _ in range(count):
+            tokens.append(rule(tokens[-1]))
+        best = np.array([[token, *((token + np.arange(1, WIDTH)) % VOCAB)] for token in tokens[first:]])
+        made.append((tokens, first, best, np.tile(np.log([0.7, 0.1, 0.1, 0.05]), (count, 1))))
+    return Corpus.of(made, WIDTH)
+
+
+@pytest.fixture(scope="module")
+def corpus():
+    return corpus_of(1)
+
+
+@pytest.fixture(scope="module")
+def ssm(llm, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cut") / "ssm"
+    cut(llm, [0, 3], folder)
+    return folder
+
+
+def weights(folder):
+    return load_file(folder / "model.safetensors")
+
+
+# -- cutting -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_cut_model_has_the_layers_named(llm, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    cut(llm, [3, 1, 1], tmp_path / "ssm", np.array([2, 5, 9]))
+    small, large = weights(tmp_path / "ssm"), weights(llm)
+    for place, layer in enumerate([3, 1, 1]):
+        name = "layers.{}.mlp.up_proj.weight"
+        assert torch.equal(small["model." + name.format(place)], large["model." + name.format(layer)])
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "ssm").config.num_hidden_layers == 3
+    assert np.load(tmp_path / "ssm" / DRAFT_VOCAB).tolist() == [2, 5, 9]
+
+
+def test_nothing_is_overwritten_by_a_cut(llm, tmp_path):
+    (tmp_path / "mine").write_text("keep")
+    with pytest.raises(ValueError, match="holds files already"):
+        cut(llm, [0], tmp_path)
+    with pytest.raises(ValueError, match="layers 0..3"):
+        cut(llm, [4], tmp_path / "new")
+    assert [each.name for each in tmp_path.iterdir()] == ["mine"]
+
+
+def test_the_command_cuts_and_narrows(llm, tmp_path, corpus, capsys):
+    CorpusWriter(tmp_path / "corpus", {"seed": 0}).append(corpus)
+    command = ["cut", str(llm), "-o", str(tmp_path / "ssm"), "--layers", "0"]
+    assert cli.main([*command, "--vocab", "64", "--corpus", str(tmp_path / "corpus")]) == 0
+    assert np.load(tmp_path / "ssm" / DRAFT_VOCAB).tolist() == frequent_tokens(corpus, 64).tolist()
+    assert cli.main(command) == 2 and "holds files already" in capsys.readouterr().err
+    assert cli.main([*command[:3], str(tmp_path / "b"), "--vocab", "64"]) == 2
+    assert cli.main(["cut", str(tmp_path / "nothing"), "-o", str(tmp_path / "c")]) == 2
+
+
+# -- corpora -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_corpus_is_read_as_it_was_written(tmp_path):
+    parts = [corpus_of(seed, 5) for seed in range(3)]
+    writer = CorpusWriter(tmp_path / "c", {"seed": 0})
+    for part in parts[:2]:
+        writer.append(part)
+    again = CorpusWriter(tmp_path / "c", {"seed": 0})
+    assert again.num_parts == 2
+    again.append(parts[2])
+    read, joined = Corpus.load(tmp_path / "c"), Corpus.joined(parts)
+    for name in ("offsets", "tokens", "first", "best", "logprob"):
+        assert np.array_equal(getattr(read, name), getattr(joined, name))
+
+
+def test_a_corpus_of_another_recipe_is_left_alone(tmp_path):
+    CorpusWriter(tmp_path / "c", {"seed": 0, "model": "a"})
+    with pytest.raises(CorpusError, match="another model, seed"):
+        CorpusWriter(tmp_path / "c", {"seed": 1, "model": "b"})
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").write_text("keep")
+    with pytest.raises(CorpusError, match="holds other files"):
+        CorpusWriter(tmp_path / "full", {})
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:-9], lambda data: b"", lambda data: b"x" * 40])
+def test_a_damaged_part_is_named(tmp_path, damage):
+    CorpusWriter(tmp_path, {}).append(corpus_of(0, 4))
+    (file,) = part_files(tmp_path)
+    file.write_bytes(damage(file.read_bytes()))
+    with pytest.raises(CorpusError, match=f"{file.name}: damaged"):
+        Corpus.load(tmp_path)
+
+
+def test_an_empty_folder_is_no_corpus(tmp_path):
+    with pytest.raises(CorpusError, match="specinfer generate"):
+        Corpus.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("a.txt", "\n \n", "is empty"),
+        ("a.jsonl", '{"prompt": "x"}\n{"prompt": ', "line 2: is no JSON"),
+        ("a.jsonl", '"x"\n\n{"question": "x"}', "line 3: must be"),
+        (None, "", "no such file"),
+    ],
+)
+def test_a_malformed_prompt_file_is_named(tmp_path, name, text, said):
+    if name:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(CorpusError, match=said):
+        read_prompts(tmp_path / (name or "missing"))
+
+
+def test_prompts_are_read_from_text_and_json_lines(tmp_path):
+    (tmp_path / "a.txt").write_text("one\n\n two \n")
+    (tmp_path / "a.jsonl").write_text('"one"\n{"prompt": "two"}\n{"text": "three\\nlines"}\n')
+    assert read_prompts(tmp_path / "a.txt") == ["one", "two"]
+    assert read_prompts(tmp_path / "a.jsonl") == ["one", "two", "three\nlines"]
+
+
+# -- tuning ------------------------------------------------------------------------------------------------------------
+
+
+def test_places_stand_in_front_of_the_tokens_whose_law_they_give(corpus):
+    for batch in batches(corpus, np.arange(corpus.num_sequences), 200):
+        tokens = batch.tokens.flatten()[batch.at].numpy()
+        assert np.array_equal((3 * tokens + 1) % VOCAB, corpus.best[batch.rows, 0])
+
+
+def test_the_divergence_is_least_where_the_laws_are_equal(ssm, corpus):
+    student, rows = Student(ssm), np.arange(6)
+    logits = torch.full((6, VOCAB), -30.0)
+    best = torch.from_numpy(corpus.best[rows].astype(np.int64))
+    logits.scatter_(1, best, torch.from_numpy(corpus.logprob[rows]))
+    own = divergence(logits, student, corpus, rows, 1.0)
+    assert own < divergence(logits * 1.1, student, corpus, rows, 1.0)
+    assert own < divergence(logits * 0.9, student, corpus, rows, 1.0)
+    assert divergence(logits, student, corpus, rows, 0.5) < divergence(logits * 1.1, student, corpus, rows, 0.5)
+
+
+def test_tuning_raises_what_is_held_out(ssm, corpus, tmp_path):
+    _, history = tune(corpus, ssm, tmp_path / "tuned", Settings(**{**vars(QUICK), "epochs": 12}))
+    assert history[-1].rates[0] > history[0].rates[0] + 0.3
+    assert history[-1].rates == sorted(history[-1].rates)
+    before, after = weights(ssm), weights(tmp_path / "tuned")
+    kept = {name for name in before if torch.equal(before[name], after[name])}
+    assert kept == {"model.embed_tokens.weight"}
+    report = json.loads((tmp_path / "tuned" / "tuning.json").read_text())
+    assert report["held_out"][-1] == history[-1].rates
+
+
+def test_the_same_seed_gives_the_same_ssm(ssm, corpus, tmp_path):
+    for name in ("a", "b"):
+        tune(corpus, ssm, tmp_path / name, QUICK)
+    tune(corpus, ssm, tmp_path / "c", Settings(**{**vars(QUICK), "seed": 1}))
+    a, b, c = (weights(tmp_path / name) for name in "abc")
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    assert any(not torch.equal(a[name], c[name]) for name in a)
+
+
+@pytest.mark.parametrize("stop", [1, 4, 5])
+def test_a_stopped_run_goes_on_to_the_same_ssm(ssm, corpus, tmp_path, monkeypatch, stop):
+    tune(corpus, ssm, tmp_path / "whole", QUICK)
+    original = Run.one
+
+    def stops(self, batch, learnable, bar):
+        if self.step == stop:
+            raise KeyboardInterrupt
+        original(self, batch, learnable, bar)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "one", stops)
+        with pytest.raises(KeyboardInterrupt):
+            tune(corpus, ssm, tmp_path / "stopped", QUICK)
+    assert not (tmp_path / "stopped").exists()
+    if stop > QUICK.checkpoint:
+        with pytest.raises(CorpusError, match="other settings"):
+            tune(corpus, ssm, tmp_path / "stopped", Settings(**{**vars(QUICK), "epochs": 3}))
+    _, history = tune(corpus, ssm, tmp_path / "stopped", QUICK)
+    whole, stopped = weights(tmp_path / "whole"), weights(tmp_path / "stopped")
+    assert all(torch.equal(whole[name], stopped[name]) for name in whole)
+    assert len(history) == QUICK.epochs + 1
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["stopped", "whole"]
+
+
+def test_the_second_ssm_learns_where_the_first_one_misses(ssm, tmp_path, monkeypatch):
+    corpus = corpus_of(2, 40)
+    seen, original = [], tuning.tune
+
+    def noted(corpus, ssm, out, settings, wanted=None):
+        seen.append(wanted.copy())
+        return original(corpus, ssm, out, settings, wanted)
+
+    monkeypatch.setattr(tuning, "tune", noted)
+    settings = Settings(**{**vars(QUICK), "epochs": 8})
+    boost_tune(corpus, [ssm, ssm], [tmp_path / "a", tmp_path / "b"], settings)
+    first, second = seen
+    assert first.all() and 0 < second.sum() < len(second)
+    student = Student(tmp_path / "a")
+    every = batches(corpus, np.arange(corpus.num_sequences), 256)
+    _, agreed = tuning.acceptance(student, corpus, every)
+    assert set(np.flatnonzero(~second)) == set(agreed)
+
+
+def test_tokens_outside_the_draft_vocabulary_count_as_missed(llm, corpus, tmp_path):
+    vocab = frequent_tokens(corpus, 20)
+    cut(llm, [0], tmp_path / "narrow", vocab)
+    student = Student(tmp_path / "narrow")
+    every = batches(corpus, np.arange(corpus.num_sequences), 256)
+    reached, _ = tuning.acceptance(student, corpus, every)
+    assert reached.places == corpus.num_answers
+    assert reached.hits[-1] <= np.isin(corpus.best[:, 0], vocab).sum()
+
+
+def test_held_out_sequences_are_never_learnt_from(corpus):
+    learning, held = split(corpus, 0.1, 0)
+    assert len(held) == 6 and not set(learning) & set(held)
+    with pytest.raises(CorpusError, match="single sequence"):
+        split(corpus_of(0, 1), 0.1, 0)
+
+
+def test_the_command_tunes(ssm, corpus, tmp_path, capsys):
+    CorpusWriter(tmp_path / "corpus", {}).append(corpus)
+    command = ["tune", str(tmp_path / "corpus"), str(ssm), "-o", str(tmp_path / "out"), "--epochs", "1"]
+    assert cli.main(command) == 0
+    assert "top-1" in capsys.readouterr().out
+    assert cli.main([*command, "--temperatures", "0"]) == 2
+    assert cli.main(["tune", str(tmp_path), str(ssm), "-o", str(tmp_path / "x")]) == 2
+    assert cli.main(["tune", str(tmp_path / "corpus"), str(ssm), "-o", "a", "b"]) == 2
+
+
+def test_rates_are_shares_of_all_places():
+    reached = Acceptance(np.array([1, 2, 3, 3, 4]), 8)
+    assert reached.rates == [0.125, 0.25, 0.375, 0.375, 0.5]
+    assert "top-1 0.125" in str(reached)
