@@ -17,12 +17,16 @@ def main(arguments: list[str] | None = None) -> int:
     from vllm import LLM, SamplingParams
 
     from specinfer_vllm.bench import prompts, smollm2
+    from specinfer_vllm.config import AUTO
+    from specinfer_vllm.propose.primer import find_primer
 
     model = smollm2.model_path()
     chats = prompts.load(["humaneval", "mtbench"], options.prompts)
     shared = engines.settings(model, options.compiled, max_num_seqs=options.batch)
     how = "compiled (starting takes minutes)" if options.compiled else "eager (starting takes about a minute)"
     print(f"starting plain vLLM and vLLM with --speculative-config tree, {how}", flush=True)
+    primer = find_primer(AUTO, model)
+    print(f"primer: {primer or 'none; `specinfer primer` makes one, which saves more steps'}", flush=True)
     running = {"plain": LLM(**shared), "tree": LLM(**shared, speculative_config="tree")}
     params = SamplingParams(temperature=0, max_tokens=options.tokens)
     print(
