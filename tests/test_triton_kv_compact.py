@@ -15,6 +15,7 @@ from triton_cases import mapped  # noqa: E402
 
 from specinfer_vllm.triton_kernels import kv_compact  # noqa: E402
 from specinfer_vllm.triton_kernels.kv_compact import cache_geometry, compact  # noqa: E402
+from specinfer_vllm.triton_kernels.reference import kv_compact as torch_reference  # noqa: E402
 
 BLOCK, HEADS, DIM, BLOCKS = 16, 3, 24, 8
 
@@ -97,6 +98,20 @@ def check(caches, source, destination):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_paths_move_in_every_layout_and_dtype(layout, dtype, dim):
     check(LAYOUTS[layout](dtype, dim), *paths(dim))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_torch_reference_gives_the_same(layout):
+    for dtype in DTYPES:
+        torch.manual_seed(0)
+        caches = LAYOUTS[layout](dtype, 8)
+        torch.manual_seed(0)
+        twins = LAYOUTS[layout](dtype, 8)
+        source, destination = paths(2)
+        compact(cache_geometry(caches), source, destination)
+        torch_reference.compact(twins, source, destination)
+        for cache, twin in zip(caches, twins, strict=True):
+            assert torch.equal(whole(cache), whole(twin))
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -14,6 +14,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 from triton_cases import chain, comb, mapped, random_tree, star  # noqa: E402
 
+from specinfer_vllm.triton_kernels.reference import tree_attention as reference  # noqa: E402
 from specinfer_vllm.triton_kernels.tree_attention import (  # noqa: E402
     plan_for,
     tree_attention,
@@ -143,8 +144,8 @@ class Case:
                 arguments["query_depth"] = torch.cat([d[f:] for d, f in zip(depths, self.first, strict=True)])
         return arguments
 
-    def run(self, plan=None, **more):
-        return tree_attention(
+    def run(self, plan=None, attend=tree_attention, **more):
+        return attend(
             self.query,
             self.key,
             self.value,
@@ -220,6 +221,22 @@ SHAPES = {
 @pytest.mark.parametrize("shape", SHAPES, ids=list(SHAPES))
 def test_rows_see_the_prefix_and_their_ancestors_only(shape, plan):
     Case(*SHAPES[shape]).check(plan)
+
+
+TOGETHER = {"soft_cap": 3.0, "sinks": torch.tensor([0.5, -2.0, 1.0, 0.0]), "window": 12}
+SCALES = {"k_scale": torch.tensor([0.25, 0.3]), "v_scale": torch.tensor([0.5])}
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["tree", "causal"])
+@pytest.mark.parametrize("last", [None, 4])
+@pytest.mark.parametrize("options", [{}, TOGETHER, SCALES], ids=["plain", "window, soft cap, sinks", "scales"])
+def test_the_torch_reference_gives_the_same(options, last, causal):
+    trees = [chain(5), [], chain(70)] if causal else [random_tree(RNG, 70), [], star(5)]
+    case = Case(trees, [45, 3, 2], heads=4, kv_heads=2, layout="gaps", options=options, last=last, causal=causal)
+    lse, sums = torch.zeros(case.query.shape[:2]), torch.zeros(case.query.shape[:2], dtype=torch.float64)
+    expected = case.run(attend=reference.tree_attention, lse=sums)
+    assert error(case.run(SPLIT, lse=lse), expected) <= 1e-5
+    assert error(lse, sums) <= 1e-5
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

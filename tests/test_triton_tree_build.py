@@ -13,6 +13,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 from triton_cases import chain, comb, random_tree, star  # noqa: E402
 
 from specinfer_vllm.tree.topology import from_arrays  # noqa: E402
+from specinfer_vllm.triton_kernels.reference import tree_build as reference  # noqa: E402
 from specinfer_vllm.triton_kernels.tree_build import OrderedTrees, TreeArrays, build, depth_first, words_for  # noqa: E402
 
 RNG = np.random.default_rng(11)
@@ -73,6 +74,33 @@ def test_the_arrays_are_those_of_token_trees():
     built = build(parent, start, prefix, max_rows=90)
     assert np.array_equal(built.depth.numpy(), numpy_trees.depth)
     assert np.array_equal(built.ancestors.numpy(), numpy_trees.ancestors)
+
+
+def sevens(rows, words):
+    """Buffers to write to: a word more than needed, and rows to spare."""
+    shapes = {"depth": ((rows,), torch.int32), "position": ((rows,), torch.int64)}
+    shapes |= {"ancestors": ((rows, words), torch.int64), "slot": ((rows,), torch.int64)}
+    return TreeArrays(**{name: torch.full(shape, 7, dtype=dtype) for name, (shape, dtype) in shapes.items()})
+
+
+@pytest.mark.parametrize("name", ["one root", "forest", "63, 64, 65"])
+def test_the_torch_reference_gives_the_same(name):
+    parent, start, prefix = inputs(FORESTS[name])
+    rows, most = len(parent), int((start[1:] - start[:-1]).max())
+    tokens, score = torch.arange(rows, dtype=torch.int32), torch.from_numpy(RNG.integers(0, 4, rows)).float()
+    score[score == 0] = torch.nan
+    table = torch.from_numpy(RNG.permutation(len(prefix) * 80)).view(-1, 80).to(torch.int32)
+    others = {"max_rows": most, "block_table": table, "block_size": 16}
+    made = depth_first(tokens, parent, score, start, prefix, **others)
+    expected = reference.depth_first(tokens, parent, score, start, prefix, **others)
+    for field in ("tokens", "parent", "source"):
+        assert torch.equal(getattr(made, field), getattr(expected, field))
+    pairs = [(made.arrays, expected.arrays)]
+    for buffers in (lambda: None, lambda: sevens(rows + 3, words_for(most) + 1)):
+        pairs.append([each(parent, start, prefix, **others, out=buffers()) for each in (build, reference.build)])
+    for one, other in pairs:
+        for field in ("depth", "position", "ancestors", "slot"):
+            assert torch.equal(getattr(one, field), getattr(other, field))
 
 
 def preorder(tree, score):

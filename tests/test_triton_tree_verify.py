@@ -30,6 +30,7 @@ from triton_cases import chain, comb, mapped, random_tree, star  # noqa: E402
 
 from specinfer_vllm.tree.topology import from_arrays  # noqa: E402
 from specinfer_vllm.triton_kernels import tuning  # noqa: E402
+from specinfer_vllm.triton_kernels.reference import tree_verify as torch_reference  # noqa: E402
 from specinfer_vllm.triton_kernels.tree_verify import DraftRows, Walk, law_sums, residual_size, verify  # noqa: E402
 from specinfer_vllm.verify import greedy as greedy_rule  # noqa: E402
 from specinfer_vllm.verify.coins import ACCEPT, SAMPLE, coins  # noqa: E402
@@ -98,6 +99,20 @@ def test_the_kernel_verifies_like_the_reference(rule):
         assert int(walk.num_tokens[request]) == len(emitted)
         lengths.append(len(emitted))
     assert np.bincount(lengths, minlength=4)[1:4].min() > TREES // 40
+
+
+@rules
+def test_the_torch_reference_walks_and_tosses_the_same(rule):
+    _, draw, _, drawing = CASES[rule]
+    batch = random_batch(np.random.default_rng(3), 60, draw)
+    greedy = torch.arange(60) % 5 == 0
+    margin = torch.zeros(60, dtype=torch.float64)
+    given = arguments(batch, drawing, greedy=greedy)
+    given["logits"][int(given["start"][1])] = torch.nan
+    made, expected = verify(**given), torch_reference.verify(**given, margin=margin)
+    for field in ("tokens", "rows", "num_tokens"):
+        assert torch.equal(getattr(made, field)[margin > 1e-6], getattr(expected, field)[margin > 1e-6])
+    assert (margin > 1e-6).sum() >= 58 and (margin[~greedy][1:] < 1).all()
 
 
 class Regions(Branches):
