@@ -242,6 +242,15 @@ def test_an_ssm_that_is_the_llm_is_always_right(plain, model_path):
     assert found.stats["accepted"] >= 0.97 * 3 * found.stats["nodes"] / 4
 
 
+def test_a_narrowed_head_drafts_its_vocabulary_only(plain, model_path, tmp_path):
+    """The LLM itself as the SSM, with a head of every other token: what it can draft is accepted."""
+    for file in model_path.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    np.save(tmp_path / "draft_vocab.npy", np.arange(0, 49152, 2, dtype=np.int32))
+    found = check_ssms(plain, model_path, {"ssms": [str(tmp_path)], "expansion": [1, 1]}, ["ssm0"])
+    assert found.stats["accepted"] > found.stats["nodes"] / 5
+
+
 def test_an_ssm_that_raises_costs_its_drafts_only(plain, model_path, ssm_path, monkeypatch, caplog):
     """Every fifth pass fails: requests go on, the error is logged once and counted, later requests draft again."""
     from specinfer_vllm.propose.ssm import SsmProposer

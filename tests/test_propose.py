@@ -3,9 +3,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
+import torch
 
+from specinfer_vllm.propose.draft_vocab import NarrowHead, read_draft_vocab
 from specinfer_vllm.propose.ensemble import Ensemble
 from specinfer_vllm.propose.ngram import NgramProposer
 from specinfer_vllm.propose.proposer import DraftBatch, Observation, Proposer
@@ -167,3 +171,40 @@ def test_the_same_requests_give_the_same_trees():
         return trees
 
     assert run() == run()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"no array",
+        np.array([3, 2]),
+        np.array([1, 1]),
+        np.array([-1, 2]),
+        np.array([1, 99]),
+        np.array([0.5]),
+        np.array([]),
+    ],
+    ids="damaged falling twice negative too-large fractions empty".split(),
+)
+def test_a_draft_vocabulary_that_makes_no_sense_is_refused(tmp_path, content):
+    file = tmp_path / "draft_vocab.npy"
+    file.write_bytes(content) if isinstance(content, bytes) else np.save(file, content)
+    with pytest.raises(ValueError, match="remove the file to use its whole head"):
+        read_draft_vocab(str(tmp_path), None, 99)
+
+
+def test_an_ssm_without_a_draft_vocabulary_has_its_whole_head(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    assert read_draft_vocab(str(tmp_path), None, 99) is None
+
+
+def test_a_narrow_head_gives_the_models_own_logits_of_its_tokens():
+    model = torch.nn.Module()
+    model.lm_head = torch.nn.Linear(8, 20, bias=False)
+    model.logits_processor = SimpleNamespace(scale=0.5, soft_cap=3.0)
+    states = torch.randn(4, 8)
+    whole = torch.tanh(model.lm_head(states) / 3.0) * 3.0 * 0.5
+    head = NarrowHead.of(model, np.array([2, 3, 11]))
+    torch.testing.assert_close(head.logits(states), whole[:, [2, 3, 11]])
+    with pytest.raises(ValueError, match="remove draft_vocab.npy"):
+        NarrowHead.of(torch.nn.Module(), np.array([1]))

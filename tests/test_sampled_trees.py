@@ -8,6 +8,8 @@ draft and verify side by side, and the first two tokens they emit are compared w
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -40,16 +42,29 @@ LLM_LOGITS = table(0, 1.2)
 LLM = LLM_LOGITS.softmax(dim=-1)
 
 
-class TableSsm(SsmProposer):
-    """An SSM whose hidden state is its last token."""
+class Narrow(NamedTuple):
+    """Stands for NarrowHead."""
 
-    def __init__(self, index: int, expansion=None, width: int = 3, depth: int = 2, ssms: int = 1, row_cost=0.0):
+    ids: torch.Tensor
+    table: torch.Tensor
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        return self.table[states[:, 0].long()][:, self.ids]
+
+
+class TableSsm(SsmProposer):
+    """An SSM whose hidden state is its last token. ids: its draft vocabulary, None = all tokens."""
+
+    def __init__(
+        self, index: int, expansion=None, width: int = 3, depth: int = 2, ssms: int = 1, row_cost=0.0, ids=None
+    ):
         self.index, self.name, self.expansion, self.max_depth = index, f"ssm{index}", expansion, depth
         self.options = type("Options", (), {"width": width})
         self.row_cost, self.num_ssms, self.num_slots, self.max_len = row_cost, ssms, 0, 1 << 20
         self.num_tokens, self.lost = VOCAB, np.zeros(REQUESTS, bool)
         logits = LLM_LOGITS + table(10 + index, 0.8)
         self.model = type("Model", (), {"compute_logits": staticmethod(lambda states: logits[states[:, 0].long()])})
+        self.head = None if ids is None else Narrow(torch.tensor(ids), logits)
         self.llm_config = type(
             "C", (), {"model_config": type("M", (), {"get_vocab_size": staticmethod(lambda: VOCAB)})}
         )
@@ -133,6 +148,24 @@ def p_value(
 @pytest.mark.parametrize("expansion", [(2, 2), (1, 1, 1), None], ids=["fork", "chain", "best-first"])
 def test_the_llms_law_comes_out(rule, expansion):
     assert p_value(rule, [TableSsm(0, expansion, depth=3)]) > FALSE_ALARM
+
+
+@pytest.mark.parametrize("rule", SAMPLED)
+def test_a_draft_vocabulary_leaves_the_law_as_it_is(rule):
+    """Laws over some tokens only, beside an SSM that knows all; draws carry the LLM's ids."""
+    narrow = TableSsm(0, (2, 1), ssms=2, ids=[0, 2, 3, 5])
+    drawn = narrow.propose(draft_batch(RULES[rule].drafting, 8, seed=1))
+    assert set(np.unique(drawn.tokens)) <= {0, 2, 3, 5}
+    assert (narrow.laws[:, [1, 4]] == 0).all() and narrow.laws.shape[1] == VOCAB
+    assert p_value(rule, [narrow, TableSsm(1, (1, 1), ssms=2)]) > FALSE_ALARM
+
+
+def test_a_law_under_the_wrong_ids_is_caught(monkeypatch):
+    """Negative control: the narrow law kept under its own indices instead of the tokens' ids."""
+    original = drawing.ChildSampler.laws
+    careless = lambda self, vocab: original(replace(self, ids=None), vocab)  # noqa: E731
+    monkeypatch.setattr(drawing.ChildSampler, "laws", careless)
+    assert p_value("mss", [TableSsm(0, (2, 1), ids=[0, 2, 3, 5])]) < 1e-6
 
 
 @pytest.mark.parametrize("rule", SAMPLED)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -88,6 +89,15 @@ def test_a_cut_model_has_the_layers_named(llm, tmp_path):
         assert torch.equal(small["model." + name.format(place)], large["model." + name.format(layer)])
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "ssm").config.num_hidden_layers == 3
     assert np.load(tmp_path / "ssm" / DRAFT_VOCAB).tolist() == [2, 5, 9]
+
+
+def test_too_little_disk_is_said_before_anything_is_written(llm, ssm, corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
+    with pytest.raises(CorpusError, match="GB of disk"):
+        cut(llm, [0], tmp_path / "a")
+    with pytest.raises(CorpusError, match="GB of disk"):
+        tune(corpus, ssm, tmp_path / "b", QUICK)
+    assert not list(tmp_path.iterdir())
 
 
 def test_nothing_is_overwritten_by_a_cut(llm, tmp_path):

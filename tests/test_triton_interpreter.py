@@ -1,9 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the kernels' cases in Triton's interpreter, in their own process: the mode is fixed when triton is imported."""
+"""Runs the kernels' cases in Triton's interpreter, in their own process: the mode is fixed when triton is imported.
 
+They take minutes and one core, so they start when the test run does (see conftest.py) and go on beside the other tests.
+"""
+
+import atexit
 import os
 import subprocess
 import sys
+import threading
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -11,15 +17,47 @@ import pytest
 pytest.importorskip("triton")
 
 KERNELS = ["tree_attention", "kv_compact", "tree_build", "tree_verify"]
+HERE = Path(__file__).parent
+
+
+class Interpreter(threading.Thread):
+    """One kernel after the other: `done[kernel]` is set once `result[kernel]` = (exit status, output) is there."""
+
+    def __init__(self, kernels: Iterable[str]) -> None:
+        super().__init__(daemon=True)
+        self.done = {kernel: threading.Event() for kernel in kernels}
+        self.result: dict[str, tuple[int, str]] = {}
+        self.process: subprocess.Popen | None = None
+        atexit.register(self.stop)
+
+    def run(self) -> None:
+        environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+        for kernel, done in self.done.items():
+            command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"test_triton_{kernel}.py"]
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+            self.process = subprocess.Popen(command, cwd=HERE, env=environment, **pipes)
+            output, _ = self.process.communicate()
+            self.result[kernel] = self.process.returncode, output
+            done.set()
+
+    def stop(self) -> None:
+        """A test run that ends early leaves nothing behind."""
+        if self.process is not None:
+            self.process.kill()
+
+
+RUNNING: list[Interpreter] = []
+
+
+def start(kernels: Iterable[str]) -> None:
+    """Begin with the kernels that the test run will ask for."""
+    RUNNING.append(Interpreter(kernels))
+    RUNNING[-1].start()
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the files run by themselves in this mode")
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_cases_pass_in_the_interpreter(kernel):
-    file = f"test_triton_{kernel}.py"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__).parent / file)]
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run(
-        command, capture_output=True, text=True, cwd=Path(__file__).parent, env=environment, timeout=600, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert RUNNING[-1].done[kernel].wait(timeout=900), f"{kernel} takes longer than 15 minutes"
+    status, output = RUNNING[-1].result[kernel]
+    assert status == 0, output

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,6 +120,16 @@ class CorpusWriter:
         arrays = {name: np.ascontiguousarray(getattr(part, name), dtype) for name, dtype in FIELDS.items()}
         _replace(self.folder / f"part-{self.num_parts:05d}.safetensors", save(arrays))
         self.num_parts += 1
+
+
+def check_disk(folder: Path, needed: int) -> None:
+    """CorpusError when the disk that `folder` is to lie on has less than `needed` bytes left."""
+    there = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
+    free = shutil.disk_usage(there).free
+    if free < needed:
+        raise CorpusError(
+            f"{folder}: needs {needed / 1e9:.1f} GB of disk, {free / 1e9:.1f} GB are free; choose another"
+        )
 
 
 def part_files(folder: Path) -> list[Path]:

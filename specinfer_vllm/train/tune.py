@@ -21,7 +21,7 @@ import torch
 
 from specinfer_vllm.propose.draft_vocab import FILE as DRAFT_VOCAB
 from specinfer_vllm.propose.draft_vocab import check_ids
-from specinfer_vllm.train.corpus import Corpus, CorpusError
+from specinfer_vllm.train.corpus import Corpus, CorpusError, check_disk
 
 RANKS = 5
 STATE = "tuning.json"
@@ -200,6 +200,8 @@ def tune(
     from accelerate import Accelerator
     from accelerate.utils import set_seed
 
+    # The tuned weights, and two checkpoints with both moments of the optimiser while one replaces the other.
+    check_disk(out, 7 * sum(file.stat().st_size for file in ssm.glob("*.safetensors")))
     set_seed(settings.seed)
     accelerator = Accelerator(mixed_precision=settings.precision)
     learning, held = split(corpus, settings.held_out, settings.seed)
@@ -335,6 +337,21 @@ def save(student: Student, ssm: Path, out: Path, history: Sequence[Acceptance], 
     student.model.save_pretrained(out, safe_serialization=True)
     report = {"settings": _plain(settings), "held_out": [each.rates for each in history], "places": history[-1].places}
     (out / STATE).write_text(json.dumps(report, indent=1))
+    plot([each.rates for each in history], out / "tuning.png")
+
+
+def plot(rates: Sequence[Sequence[float]], file: Path) -> None:
+    """Held-out acceptance [epochs + 1][RANKS] over the epochs; nothing without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return
+    axes = (figure := Figure(figsize=(6, 4), layout="constrained")).subplots()
+    for rank, curve in enumerate(zip(*rates, strict=True), 1):
+        axes.plot(curve, marker="o", label=f"top-{rank}")
+    axes.set(xlabel="epoch", ylabel="held-out acceptance", ylim=(0, 1))
+    axes.legend()
+    figure.savefig(file)
 
 
 def lines(histories: Sequence[Sequence[Acceptance]]) -> Iterator[str]:
