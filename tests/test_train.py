@@ -12,11 +12,13 @@ import torch
 from safetensors.torch import load_file
 
 from specinfer_vllm import cli
+from specinfer_vllm.config import TreeOptions
 from specinfer_vllm.propose.draft_vocab import FILE as DRAFT_VOCAB
 from specinfer_vllm.train import tune as tuning
 from specinfer_vllm.train.corpus import Corpus, CorpusError, CorpusWriter, frequent_tokens, part_files
 from specinfer_vllm.train.cut import cut
 from specinfer_vllm.train.generate import read_prompts
+from specinfer_vllm.train.profile import Profile
 from specinfer_vllm.train.tune import Acceptance, Run, Settings, Student, batches, boost_tune, divergence, split, tune
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -297,3 +299,38 @@ def test_rates_are_shares_of_all_places():
     reached = Acceptance(np.array([1, 2, 3, 3, 4]), 8)
     assert reached.rates == [0.125, 0.25, 0.375, 0.375, 0.5]
     assert "top-1 0.125" in str(reached)
+
+
+# -- profile and shape -------------------------------------------------------------------------------------------------
+
+
+def test_a_profile_counts_as_the_held_out_acceptance_does(ssm, corpus, tmp_path, capsys):
+    CorpusWriter(tmp_path / "corpus", {}).append(corpus)
+    for name, epochs in (("a", 8), ("b", 1)):
+        tune(corpus, ssm, tmp_path / name, Settings(**{**vars(QUICK), "epochs": epochs}))
+    out = tmp_path / "profile.json"
+    command = ["profile", str(tmp_path / "corpus"), str(tmp_path / "a"), str(tmp_path / "b"), "-o", str(out)]
+    assert cli.main(command) == 0
+    said, written = capsys.readouterr().out, json.loads(out.read_text())
+    every = batches(corpus, np.arange(corpus.num_sequences), 256)
+    for name, found in zip("ab", written["ssms"], strict=True):
+        reached, _ = tuning.acceptance(Student(tmp_path / name), corpus, every)
+        assert found["by_rank"][: tuning.RANKS] == pytest.approx(reached.rates)
+        assert f"{reached.rates[0]:.3f}" in said
+    assert written["merged_by_rank"][0] >= max(found["by_rank"][0] for found in written["ssms"])
+    assert (tmp_path / "profile.png").is_file()
+
+    shape = tmp_path / "shape.json"
+    assert cli.main(["shape", str(out), "-o", str(shape), "--nodes", "6", "--depth", "3"]) == 0
+    options = TreeOptions.from_value(str(shape))
+    assert options.ssms[0].model == str(tmp_path / "a") and 0 < sum(options.ssms[0].expansion) <= 6
+    assert cli.main(["shape", str(out), "-o", str(shape), "--row-cost", "9"]) == 2
+    assert cli.main(["shape", str(tmp_path / "missing.json")]) == 2
+    assert cli.main([*command[:-1], str(tmp_path / "profile.txt")]) == 2
+
+
+def test_depths_are_conditional_on_the_path_above():
+    found = Profile(("a",), ("",), np.array([[0, 0, 3, 0, 0, 0, 9, 0]]), np.array([0, 8]))
+    accepted = found.ranks(0).accepted([1] * 8)
+    assert accepted.tolist() == [2, 1, 0, 3, 2, 1, 0, 0]  # the last place emits nothing behind it
+    assert found.by_depth(0, 1)[:3] == pytest.approx([5 / 8, 3 / 5, 1 / 3])

@@ -152,20 +152,24 @@ def divergence(logits: torch.Tensor, student: Student, corpus: Corpus, rows: np.
 
 
 @torch.no_grad()
+def ranks(student: Student, corpus: Corpus, batch: Batch, width: int) -> np.ndarray:
+    """Place of the LLM's token among the SSM's `width` likeliest at the batch's places [n] int64; width = not there."""
+    device = student.ids.device
+    logits = student(batch.tokens.to(device), batch.lengths.to(device), batch.at.to(device))
+    likeliest = student.ids[logits.topk(min(width, logits.shape[1]), dim=-1).indices].cpu().numpy()
+    found = likeliest == corpus.best[batch.rows, :1]
+    return np.where(found.any(axis=1), found.argmax(axis=1), width)
+
+
 def acceptance(student: Student, corpus: Corpus, some: Sequence[Batch]) -> tuple[Acceptance, np.ndarray]:
     """(how often the LLM's token is among the likeliest, rows of `best` where it is the first of all)."""
-    hits, places, agreed = np.zeros(RANKS), 0, []
     student.eval()
-    for batch in some:
-        device = student.ids.device
-        logits = student(batch.tokens.to(device), batch.lengths.to(device), batch.at.to(device))
-        likeliest = student.ids[logits.topk(RANKS, dim=-1).indices].cpu().numpy()
-        found = likeliest == corpus.best[batch.rows, :1]
-        hits += found.cumsum(axis=1).sum(axis=0)
-        places += len(found)
-        agreed.append(batch.rows[found[:, 0]])
+    found = [ranks(student, corpus, batch, RANKS) for batch in some]
     student.train()
-    return Acceptance(hits, places), np.concatenate([np.zeros(0, np.int64), *agreed])
+    rank = np.concatenate([np.zeros(0, np.int64), *found])
+    rows = np.concatenate([np.zeros(0, np.int64), *(batch.rows for batch in some)])
+    hits = np.bincount(rank, minlength=RANKS + 1)[:RANKS].cumsum()
+    return Acceptance(hits, len(rank)), rows[rank == 0]
 
 
 def split(corpus: Corpus, held_out: float, seed: int) -> tuple[np.ndarray, np.ndarray]:

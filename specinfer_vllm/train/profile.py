@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`specinfer profile`: how often SSMs have the LLM's token among their first k, alone and merged (SpecInfer, Table 1).
+
+One pass of each SSM over texts that the LLM wrote: at a node whose path was accepted an SSM has read just that text, so
+its ranks there are the acceptance that drafting meets. Every measurement is of greedy verification: the LLM's token is
+its likeliest one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from specinfer_vllm.train import tune as tuning
+from specinfer_vllm.train.corpus import Corpus, CorpusError
+from specinfer_vllm.tree.shape import Ranks
+
+DEEPEST, WIDEST = 8, 16  # levels and children that are counted
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Ranks of the LLM's token for every SSM, WIDEST where it is not among so many.
+
+    ssms      folders
+    sha256    of each one's weights
+    rank      [ssms, places] int64
+    offsets   [texts + 1] int64
+    """
+
+    ssms: tuple[str, ...]
+    sha256: tuple[str, ...]
+    rank: np.ndarray
+    offsets: np.ndarray
+
+    def ranks(self, ssm: int) -> Ranks:
+        """Of one SSM."""
+        return Ranks(self.rank[ssm], self.offsets)
+
+    def coverage(self, ssms: Sequence[int], width: int) -> float:
+        """Share of places whose token one of the SSMs has among its first `width`."""
+        return float((self.rank[list(ssms)] < width).any(axis=0).mean())
+
+    def by_depth(self, ssm: int, width: int) -> list[float]:
+        """Chance that a node at depth 1, 2, .. is accepted once its parent was, with `width` children on each level."""
+        accepted = self.ranks(ssm).accepted([width] * DEEPEST)
+        reached = [(accepted >= depth).sum() for depth in range(DEEPEST + 1)]
+        return [float(after / max(before, 1)) for before, after in zip(reached, reached[1:], strict=False)]
+
+    def summary(self) -> dict[str, Any]:
+        """For people and for JSON."""
+        every = range(len(self.ssms))
+        return {
+            "verification": "greedy",
+            "texts": len(self.offsets) - 1,
+            "places": self.rank.shape[1],
+            "ssms": [
+                {
+                    "model": self.ssms[i],
+                    "sha256": self.sha256[i],
+                    "by_rank": [self.coverage([i], width) for width in range(1, WIDEST + 1)],
+                    "by_depth": {f"{width} children": self.by_depth(i, width) for width in (1, 2, 3)},
+                }
+                for i in every
+            ],
+            "merged_by_rank": [self.coverage(every, width) for width in range(1, WIDEST + 1)],
+        }
+
+    def save(self, file: Path) -> None:
+        """The summary as JSON, and the ranks beside it for `specinfer shape`."""
+        np.savez_compressed(file.with_suffix(".npz"), rank=self.rank.astype(np.uint8), offsets=self.offsets)
+        file.write_text(json.dumps(self.summary(), indent=1))
+
+    @classmethod
+    def load(cls, file: Path) -> Profile:
+        """What save wrote. CorpusError when it is missing or damaged."""
+        try:
+            summary = json.loads(file.read_text())["ssms"]
+            with np.load(file.with_suffix(".npz"), allow_pickle=False) as arrays:
+                rank, offsets = arrays["rank"].astype(np.int64), arrays["offsets"]
+        except (OSError, ValueError, KeyError) as error:
+            raise CorpusError(f"{file}: is no profile ({error}); make one with `specinfer profile`") from None
+        return cls(tuple(each["model"] for each in summary), tuple(each["sha256"] for each in summary), rank, offsets)
+
+
+def profile(corpus: Corpus, ssms: Sequence[Path], batch_tokens: int = 4096) -> Profile:
+    """Ranks of the LLM's token at every place of the corpus' answers."""
+    from tqdm import tqdm
+
+    from specinfer_vllm.bench.cache import sha256
+
+    ranks, hashes = [], []
+    for ssm in ssms:
+        student = tuning.Student(ssm).eval()
+        every = tuning.batches(corpus, np.arange(corpus.num_sequences), batch_tokens)
+        rank = np.full(corpus.num_answers, WIDEST)
+        for batch in tqdm(every, desc=ssm.name, unit="batch"):
+            rank[batch.rows] = tuning.ranks(student, corpus, batch, WIDEST)
+        ranks.append(rank)
+        hashes.append(",".join(sha256(file) for file in sorted(ssm.glob("*.safetensors"))))
+    return Profile(tuple(map(str, ssms)), tuple(hashes), np.array(ranks), corpus.answer_offsets)
+
+
+def plot(found: Profile, file: Path) -> None:
+    """Acceptance by number of children, of each SSM and merged."""
+    from matplotlib.figure import Figure
+
+    axes = (figure := Figure(figsize=(6, 4), layout="constrained")).subplots()
+    widths, every = range(1, WIDEST + 1), range(len(found.ssms))
+    for i in every:
+        axes.plot(widths, [found.coverage([i], width) for width in widths], marker="o", label=Path(found.ssms[i]).name)
+    if len(found.ssms) > 1:
+        axes.plot(widths, [found.coverage(every, width) for width in widths], marker="s", label="merged")
+    axes.set(xlabel="children of each SSM", ylabel="holds the LLM's token", ylim=(0, 1))
+    axes.legend()
+    figure.savefig(file)
