@@ -22,7 +22,7 @@ from types import ModuleType
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-KERNELS = ("tree_build", "kv_compact", "tree_verify", "tree_attention")  # the longest last
+KERNELS = ("tree_build", "kv_compact", "tree_verify", "mla_attention", "tree_attention")  # the longest last
 
 
 def use_this_checkout() -> None:

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernels compile without a GPU, as their Python faces launch them; registers, spills, shared memory counted."""
 
+import json
+import os
 import re
 import subprocess
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,10 +18,19 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 from triton.runtime.jit import mangle_type  # noqa: E402
 
-from specinfer_vllm.triton_kernels import kv_compact, tree_attention, tree_build, tree_verify, tuning  # noqa: E402
+from specinfer_vllm.triton_kernels import (  # noqa: E402
+    kv_compact,
+    mla_attention,
+    tree_attention,
+    tree_build,
+    tree_verify,
+    tuning,
+)
 
 REGISTERS = 65_536  # of a multiprocessor
 L2 = 50 * 2**20  # of sm_90
+BASELINE = Path(__file__).with_name("triton_registers.json")
+SLACK = 8  # registers that another build of the same release may take more
 
 
 class Recorder:
@@ -81,6 +93,20 @@ def usage(kernel, folder):
     return found["REG"], found["STACK"] + found["LOCAL"], kernel.metadata.shared
 
 
+def hold_to_baseline(case, registers):
+    """No more registers than when the baseline was written, for the releases of Triton that it knows.
+
+    SPECINFER_REGISTERS=write writes the baseline of this release anew.
+    """
+    baseline = json.loads(BASELINE.read_text())
+    release = ".".join(triton.__version__.split(".")[:2])
+    if os.environ.get("SPECINFER_REGISTERS") == "write":
+        baseline.setdefault(release, {})[case] = registers
+        BASELINE.write_text(json.dumps(baseline, indent=1, sort_keys=True) + "\n")
+    elif release in baseline:
+        assert registers <= baseline[release].get(case, 0) + SLACK, f"{case}: more registers than {BASELINE.name} says"
+
+
 def check(recorder, chip, folder, capsys, label):
     """Compile, print what the compiler reports, and hold it to the chip's limits."""
     kernel = compiled(recorder, chip)
@@ -88,11 +114,18 @@ def check(recorder, chip, folder, capsys, label):
     warps = kernel.metadata.num_warps
     with capsys.disabled():
         print(f"\n{recorder.kernel.__name__:13} {chip:7} {label:14} {warps=} {registers=} {spilled=} {shared=}", end="")
+    hold_to_baseline(f"{recorder.kernel.__name__} {chip} {label}", registers)
     assert spilled == 0
     assert shared <= tuning.chip(chip).shared_memory
     if not chip.startswith("gfx"):
         assert registers * 32 * warps <= REGISTERS
     return kernel
+
+
+def tensor_cores(kernel):
+    """Whether the kernel multiplies with tensor cores."""
+    code = kernel.asm["amdgcn" if "amdgcn" in kernel.asm else "ptx"]
+    return re.search(r"mma\.sync|wgmma\.mma_async|tcgen05\.mma|v_mfma", code)
 
 
 def meta(*shape, dtype=torch.int32):
@@ -172,8 +205,70 @@ def test_attention_compiles_without_spills(case, chip, monkeypatch, tmp_path, ca
     kernel = check(attend, chip, tmp_path, capsys, case)
     if merge.launches:
         check(merge, chip, tmp_path, capsys, case)
-    code = kernel.asm["amdgcn" if chip.startswith("gfx") else "ptx"]
-    assert re.search(r"mma\.sync|wgmma\.mma_async|tcgen05\.mma|v_mfma", code), "no tensor-core product"
+    assert tensor_cores(kernel), "no tensor-core product"
+
+
+def launch_mla(monkeypatch, chip, rows, heads, dtype, cache=None, keys=8192, requests=8, block=64, **options):
+    """Call latent attention's face on tensors without storage, planned for the chip. Returns the plan."""
+    if chip.startswith("gfx"):  # as where torch is built for ROCm, which decides how fp32 is multiplied
+        monkeypatch.setattr(torch.version, "hip", "7.0")
+    sizes = dtype.itemsize, (cache or dtype).itemsize
+    plan = tuning.mla_plan(chip, requests, heads, 512, 64, rows, keys, *sizes)
+    mla_attention.mla_attention(
+        meta(requests * rows, heads, 576, dtype=dtype),
+        meta(1000, block, 576, dtype=cache or dtype),
+        meta(requests, keys // block),
+        meta(requests + 1),
+        meta(requests),
+        max_rows=rows,
+        max_keys=keys,
+        scale=0.1,
+        plan=plan,
+        **options,
+    )
+    return plan
+
+
+MLA = {
+    "1 x 16": dict(rows=1, heads=16, dtype=torch.bfloat16),
+    "1 x 128": dict(rows=1, heads=128, dtype=torch.bfloat16),
+    "16 x 16": dict(rows=16, heads=16, dtype=torch.bfloat16, ancestors=bits(16)),
+    "64 x 128, fp16": dict(rows=64, heads=128, dtype=torch.float16, ancestors=bits(64), lse=floats(512, 128)),
+    "16 x 20": dict(rows=16, heads=20, dtype=torch.bfloat16, ancestors=bits(16)),
+    "16 x 16, fp32": dict(rows=16, heads=16, dtype=torch.float32, ancestors=bits(16)),
+    "16 x 16, FP8": dict(
+        rows=16,
+        heads=16,
+        dtype=torch.bfloat16,
+        cache=torch.float8_e5m2,  # sm_80 has no e4m3
+        ancestors=bits(16),
+        cache_scale=floats(1),
+    ),
+}
+
+
+@pytest.mark.parametrize("chip", ["sm_80", "sm_90", "sm_100", "gfx942"])
+@pytest.mark.parametrize("case", MLA)
+def test_mla_compiles_without_spills(case, chip, monkeypatch, tmp_path, capsys):
+    (attend,) = record(monkeypatch, mla_attention, "_attend_latent")
+    (merge,) = record(monkeypatch, tree_attention, "_merge_splits")
+    plan = launch_mla(monkeypatch, chip, **MLA[case])
+    kernel = check(attend, chip, tmp_path, capsys, case)
+    assert bool(merge.launches) == (plan.splits > 1)
+    if merge.launches:
+        check(merge, chip, tmp_path, capsys, case)
+    assert tensor_cores(kernel), "no tensor-core product"
+    halves = re.findall(r"tt\.load .*tensor<\d+x256x!tt\.ptr", kernel.asm["ttir"])
+    assert len(halves) == 4 + 2 * (plan.part == 0), "a tile once in each of two loops, for K and V, and the query once"
+
+
+@pytest.mark.parametrize(("chip", "most"), [("sm_86", 101_376), ("gfx90a", 65_536)])
+@pytest.mark.parametrize("case", ["1 x 16", "16 x 16"])
+def test_mla_fits_the_smaller_relatives(case, chip, most, monkeypatch, tmp_path, capsys):
+    (attend,) = record(monkeypatch, mla_attention, "_attend_latent")
+    record(monkeypatch, tree_attention, "_merge_splits")
+    launch_mla(monkeypatch, chip, **MLA[case])
+    assert check(attend, chip, tmp_path, capsys, case).metadata.shared <= most
 
 
 @pytest.mark.parametrize("chip", ["sm_80", "sm_90", "sm_100", "gfx942"])
@@ -255,9 +350,48 @@ def test_each_key_is_read_once_per_kv_head(rows, group, requests, monkeypatch):
     assert 2 * partial <= 0.26 * kv and partial <= L2 / 2
 
 
+def test_more_registers_than_the_baseline_are_caught(monkeypatch, tmp_path):
+    """Negative control: a kernel that takes 9 registers more than it did."""
+    file, release = tmp_path / "registers.json", ".".join(triton.__version__.split(".")[:2])
+    file.write_text(json.dumps({release: {"kernel": 40}}))
+    monkeypatch.setattr("test_triton_compile.BASELINE", file)
+    monkeypatch.delenv("SPECINFER_REGISTERS", raising=False)
+    hold_to_baseline("kernel", 48)
+    with pytest.raises(AssertionError, match="more registers"):
+        hold_to_baseline("kernel", 49)
+
+
 def test_a_plan_that_reads_keys_twice_is_caught(monkeypatch):
     """Negative control for the count: tiles of 16 rows read K and V four times for 64 packed rows."""
     plan = tuning.AttentionPlan(block_rows=16, block_keys=64, splits=1, num_warps=4, num_stages=3)
     monkeypatch.setattr(tuning, "attention_plan", lambda *_: plan)
     with pytest.raises(AssertionError):
         test_each_key_is_read_once_per_kv_head(16, 4, 64, monkeypatch)
+
+
+@pytest.mark.parametrize(("rows", "heads"), [(1, 16), (1, 128), (16, 16), (64, 128)])
+@pytest.mark.parametrize("requests", [1, 8, 64])
+def test_each_latent_is_read_once_per_tile(rows, heads, requests, monkeypatch):
+    """Counted from the launch: as few tiles as the table's heights allow, no chip half idle for want of splits.
+
+    Partial results come on top, few enough to stay in the L2 cache between the two stages.
+    """
+    (attend,) = record(monkeypatch, mla_attention, "_attend_latent")
+    (merge,) = record(monkeypatch, tree_attention, "_merge_splits")
+    ancestors = bits(rows, requests=requests)
+    plan = launch_mla(monkeypatch, "sm_90", rows, heads, torch.bfloat16, requests=requests, ancestors=ancestors)
+    grid, _, _ = attend.launches[0]
+    tiles = -(-rows * heads // 32)
+    assert grid == (tiles * plan.splits, requests)
+    assert 2 * grid[0] * requests > 132 or plan.splits * 128 >= 8192
+    partial = 4 * tree_attention.workspace_size(requests * rows, heads, 512, plan.splits)
+    assert bool(merge.launches) == (partial > 0)
+    assert partial <= L2 / 2
+
+
+def test_low_tiles_of_latents_are_caught(monkeypatch):
+    """Negative control for the count: tiles of 16 rows read the latents eight times for 128 heads, instead of four."""
+    plan = tuning.MlaPlan(block_rows=16, block_keys=32, splits=1, num_warps=4, num_stages=5)
+    monkeypatch.setattr(tuning, "mla_plan", lambda *_: plan)
+    with pytest.raises(AssertionError):
+        test_each_latent_is_read_once_per_tile(1, 128, 64, monkeypatch)

@@ -62,7 +62,7 @@ class Case:
         self.max_rows, self.max_keys = max(counts), max(self.lengths)
 
     def fill_cache(self):
-        """Random latents of every key, in blocks in random order; NaN elsewhere, and block numbers that lead nowhere."""
+        """Random latents of every key, in blocks in random order; NaN elsewhere, and block numbers that are none."""
         store, width = self.cache_dtype or self.dtype, self.latent + self.rope
         blocks = [-(-length // self.block) for length in self.lengths]
         order = (torch.randperm(sum(blocks)) + 1).to(torch.int32)
@@ -154,13 +154,10 @@ def test_every_dtype_and_strided_caches(dtype, gaps, plan):
     Case([random_tree(RNG, 9), star(4)], [19, 5], dtype=dtype, gaps=gaps).check(plan)
 
 
-@pytest.mark.parametrize("plan", [SPLIT, None], ids=["split", "table"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("rows", "heads"), [(1, 128), (6, 16)])
-def test_the_size_of_deepseek(rows, heads, dtype, plan):
-    Case([random_tree(RNG, rows), chain(1)], [70, 13], latent=512, rope=64, heads=heads, dtype=dtype, block=64).check(
-        plan
-    )
+def test_the_size_of_deepseek(rows, heads, dtype):
+    Case([random_tree(RNG, rows), chain(1)], [70, 13], latent=512, rope=64, heads=heads, dtype=dtype, block=64).check()
 
 
 @pytest.mark.parametrize(("latent", "rope"), [(32, 16), (64, 16), (64, 64), (256, 32), (32, 64)])
@@ -183,7 +180,7 @@ def test_heads_and_nodes_share_tiles(heads, causal):
 
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
-@pytest.mark.parametrize("rows", [1, 5, 17])
+@pytest.mark.parametrize("rows", [1, 17])
 def test_the_chain_needs_no_bits(rows, plan):
     trees, prefix = [chain(rows), chain(1), []], [30, 16, 4]
     case = Case(trees, prefix, causal=True)
@@ -202,8 +199,7 @@ def test_large_trees(rows):
     Case([random_tree(RNG, rows), chain(2)], [10, 3], heads=1).check(plan)
 
 
-@pytest.mark.parametrize("block_keys", [32, 128])
-@pytest.mark.parametrize("prefix", [0, 1, 63, 64, 100])
+@pytest.mark.parametrize(("block_keys", "prefix"), [(32, 1), (32, 63), (128, 0), (128, 1), (128, 64), (128, 100)])
 def test_tiles_and_words_need_not_meet(block_keys, prefix):
     plan = MlaPlan(block_rows=64, block_keys=block_keys, splits=2, num_warps=4, num_stages=1)
     Case([random_tree(RNG, 150)], [prefix], heads=2, last=40).check(plan)
@@ -211,10 +207,9 @@ def test_tiles_and_words_need_not_meet(block_keys, prefix):
 
 @pytest.mark.parametrize("cache", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 @pytest.mark.parametrize("options", [{}, {"cache_scale": torch.tensor([0.25])}], ids=["plain", "scaled"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_fp8_caches_with_one_scale(dtype, options, cache):
-    for plan in (SPLIT, IN_PARTS):
-        Case([random_tree(RNG, 9)], [20], dtype=dtype, cache_dtype=cache, options=options).check(plan)
+@pytest.mark.parametrize(("dtype", "plan"), [(torch.float32, IN_PARTS), (torch.bfloat16, SPLIT)], ids=["fp32", "bf16"])
+def test_fp8_caches_with_one_scale(dtype, plan, options, cache):
+    Case([random_tree(RNG, 9)], [20], dtype=dtype, cache_dtype=cache, options=options).check(plan)
 
 
 def test_slots_that_no_row_sees_may_hold_anything():

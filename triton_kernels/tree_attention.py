@@ -94,15 +94,24 @@ def _dot(a, b, acc, PRECISION: tl.constexpr, WIDEN: tl.constexpr):
 
 
 @triton.jit
-def _update(acc, maximum, total, scores, v, PRECISION: tl.constexpr, WIDEN: tl.constexpr):
-    """One step of the online softmax in base 2; rows without a visible key so far keep maximum -inf."""
+def _weights(maximum, total, scores):
+    """Weights of a tile's keys in base 2, the factor of all before, and the new maximum and total.
+
+    Rows without a visible key so far keep maximum -inf.
+    """
     new = tl.maximum(maximum, tl.max(scores, 1))
     shift = tl.where(new == float("-inf"), 0.0, new)
     weights = tl.exp2(scores - shift[:, None])
     rescale = tl.exp2(maximum - shift)
-    total = total * rescale + tl.sum(weights, 1)
+    return weights, rescale, new, total * rescale + tl.sum(weights, 1)
+
+
+@triton.jit
+def _update(acc, maximum, total, scores, v, PRECISION: tl.constexpr, WIDEN: tl.constexpr):
+    """One step of the online softmax in base 2."""
+    weights, rescale, maximum, total = _weights(maximum, total, scores)
     acc = _dot(weights.to(v.dtype), v, acc * rescale[:, None], PRECISION, WIDEN)
-    return acc, new, total
+    return acc, maximum, total
 
 
 @triton.jit(do_not_specialize=["tiles", "splits", "window", "words"])
@@ -412,7 +421,7 @@ def tree_attention(
         return output
     tree_start = query_start if tree_start is None else tree_start
     direct = plan.splits == 1
-    partial, partial_lse = (output, lse) if direct else _partials(query, workspace, plan.splits)
+    partial, partial_lse = (output, lse) if direct else _partials(output, workspace, plan.splits)
     tiles = triton.cdiv(max_rows * (heads // kv_heads), plan.block_rows)
     _attend[(tiles * plan.splits, kv_heads, requests)](
         query,
@@ -467,9 +476,31 @@ def tree_attention(
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,
     )
-    if direct:
-        return output
-    _merge_splits[(max_rows * heads, requests)](
+    if not direct:
+        chain = ancestors is None
+        _merge(
+            partial, partial_lse, query_start, tree_start, prefix_len, output, lse, max_rows, plan, chain, sinks, window
+        )
+    return output
+
+
+def _merge(
+    partial: torch.Tensor,
+    partial_lse: torch.Tensor,
+    query_start: torch.Tensor,
+    tree_start: torch.Tensor,
+    prefix_len: torch.Tensor,
+    output: torch.Tensor,
+    lse: torch.Tensor | None,
+    max_rows: int,
+    plan: AttentionPlan,
+    causal: bool,
+    sinks: torch.Tensor | None = None,
+    window: int = 0,
+) -> None:
+    """Second stage: the splits' results [rows, heads, splits, head_dim] and sums, weighed into output and lse."""
+    _, heads, head_dim = output.shape
+    _merge_splits[(max_rows * heads, prefix_len.numel())](
         partial,
         partial_lse,
         query_start,
@@ -488,13 +519,12 @@ def tree_attention(
         BLOCK_DIM=max(16, triton.next_power_of_2(head_dim)),
         BLOCK_SPLITS=plan.splits,
         CHUNK=min(plan.splits, 16),
-        CAUSAL=ancestors is None,
+        CAUSAL=causal,
         HAS_WINDOW=window > 0,
         HAS_SINKS=sinks is not None,
         HAS_LSE=lse is not None,
         num_warps=4,
     )
-    return output
 
 
 def plan_for(
@@ -519,10 +549,17 @@ def _check(query, key, value, block_table, query_start, prefix_len, ancestors, s
         if cache.dim() != 4 or cache.shape != key.shape or cache.shape[3] != head_dim or heads % cache.shape[2]:
             raise ValueError(
                 f"{name}: {tuple(cache.shape)} must be [blocks, block_size, kv_heads, {head_dim}] with kv_heads"
-                f" dividing {heads}; latent (MLA) and 5-dimensional key layouts are not taken"
+                f" dividing {heads}; 5-dimensional key layouts are not taken, latent (MLA) ones by mla_attention"
             )
         if cache.dtype != query.dtype and cache.dtype not in FP8:
             raise ValueError(f"{name}: {cache.dtype} must be {query.dtype} as query, float8_e4m3fn or float8_e5m2")
+    if sinks is not None and (sinks.dtype != torch.float32 or sinks.shape != (heads,) or sinks.stride(0) != 1):
+        raise ValueError(f"sinks: {tuple(sinks.shape)} {sinks.dtype} must be [{heads}] float32, contiguous")
+    _check_requests(rows, heads, block_table, query_start, prefix_len, ancestors, lse)
+
+
+def _check_requests(rows, heads, block_table, query_start, prefix_len, ancestors, lse) -> None:
+    """What does not depend on the cache's layout: raise ValueError for the integers, the bits and lse."""
     requests = block_table.shape[0]
     integers = {"block_table": block_table, "query_start": query_start, "prefix_len": prefix_len}
     for name, tensor in integers.items():
@@ -534,8 +571,6 @@ def _check(query, key, value, block_table, query_start, prefix_len, ancestors, s
         raise ValueError(f"ancestors: {tuple(ancestors.shape)} {ancestors.dtype} must be [{rows}, words] int64")
     if ancestors is not None and ancestors.stride(1) != 1:
         raise ValueError("ancestors: must be contiguous in its last dimension")
-    if sinks is not None and (sinks.dtype != torch.float32 or sinks.shape != (heads,) or sinks.stride(0) != 1):
-        raise ValueError(f"sinks: {tuple(sinks.shape)} {sinks.dtype} must be [{heads}] float32, contiguous")
     if lse is not None and (lse.dtype != torch.float32 or lse.shape != (rows, heads) or not lse.is_contiguous()):
         raise ValueError(f"lse: {tuple(lse.shape)} {lse.dtype} must be [{rows}, {heads}] float32, contiguous")
 
@@ -552,18 +587,21 @@ def _window_depths(window, ancestors, tree_start, depth, query_depth) -> torch.T
 
 
 def _precision(query: torch.Tensor) -> str:
-    """How tensor cores multiply: NVIDIA's take fp32 as three TF32 products (2^-21), else the registers spill."""
-    if query.dtype != torch.float32:
-        return "tf32"
-    return "ieee" if triton.knobs.runtime.interpret or torch.version.hip else "tf32x3"
+    """How tensor cores multiply: NVIDIA's take fp32 as three TF32 products (2^-21), else the registers spill.
+
+    Without meaning for 16-bit numbers, but gfx90a's compiler refuses the word tf32 for them too.
+    """
+    if triton.knobs.runtime.interpret or torch.version.hip:
+        return "ieee"
+    return "tf32x3" if query.dtype == torch.float32 else "tf32"
 
 
-def _partials(query: torch.Tensor, workspace: torch.Tensor | None, splits: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _partials(output: torch.Tensor, workspace: torch.Tensor | None, splits: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The workspace as partial results and their sums. ValueError when it is too small."""
-    rows, heads, head_dim = query.shape
+    rows, heads, head_dim = output.shape
     size = workspace_size(rows, heads, head_dim, splits)
     if workspace is None:
-        workspace = torch.empty(size, dtype=torch.float32, device=query.device)
+        workspace = torch.empty(size, dtype=torch.float32, device=output.device)
     if workspace.dtype != torch.float32 or workspace.numel() < size or not workspace.is_contiguous():
         raise ValueError(f"workspace: {workspace.numel()} {workspace.dtype} must be {size} float32, contiguous")
     results = rows * heads * splits * head_dim

@@ -63,7 +63,7 @@ def inputs(
     generator = torch.Generator(device).manual_seed(seed)
     normal = partial(torch.randn, device=device, generator=generator)
     lengths = [context + count for context, count in zip(contexts, nodes, strict=True)]
-    table, unused = _shuffled(lengths, block_size)
+    table, unused = shuffled_blocks(lengths, block_size)
     both = normal(int(table.max()) + 1, 2, block_size, kv_heads, head_dim)
     for block, offset in unused:
         both[block, :, offset:] = torch.nan
@@ -98,7 +98,7 @@ def inputs(
     }
 
 
-def _shuffled(lengths: Sequence[int], block_size: int) -> tuple[torch.Tensor, list[tuple[int, int]]]:
+def shuffled_blocks(lengths: Sequence[int], block_size: int) -> tuple[torch.Tensor, list[tuple[int, int]]]:
     """Blocks 1, 2, ... in random order for requests of so many keys: (block table, unused slots).
 
     The table [requests, max_blocks] int32 points to block 0 behind a request's last block. Unused: (block, offset)
