@@ -35,7 +35,9 @@ def main(arguments: list[str] | None = None) -> int:
     from specinfer_vllm.bench import prompts, smollm2
 
     model = smollm2.model_path()
-    tree = {"method": "tree", "ssms": [str(smollm2.cut(model, LAYERS))], "expansion": options.expansion}
+    # A rule that needs draws, so that sampled requests are known as such; `measured` exchanges it.
+    drawing = {"verifier": "without_replacement", "expansion": options.expansion}
+    tree = {"method": "tree", "ssms": [str(smollm2.cut(model, LAYERS))], **drawing}
     llm = LLM(**engines.settings(model, False, options.batch), speculative_config=tree)
     chats = [each.messages for each in prompts.load(["mtbench", "humaneval"], options.prompts)]
     result: dict[str, Any] = {"hardware": engines.hardware(), "expansion": options.expansion, "temperatures": {}}
@@ -75,6 +77,8 @@ def measured(llm: Any, chats: Sequence[list], temperature: float, batch: int, to
     from vllm import SamplingParams
 
     drafter = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.drafter
+    if not drafter.options.samples_drafts:
+        raise ValueError("the engine must be started with a rule that needs draws, or none would be made")
     params = SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=True)
     counts: dict[str, list[tuple[int, int]]] = {name: [] for name in rules()}
     for start in tqdm(range(0, len(chats), batch), desc=f"temperature {temperature}", unit="batch"):
