@@ -216,6 +216,11 @@ class TreeOptions:
                 f"{WHERE}.batch_nodes: it would drop sampled children by how many there are, and {self.verifier!r} is "
                 "exact only when that does not depend on their tokens; bound num_nodes instead"
             )
+        if self.wanted_nodes < len(self.ssms):
+            raise TreeOptionError(
+                f"{WHERE}.num_nodes: {self.wanted_nodes} nodes for {len(self.ssms)} SSMs, of which {self.verifier!r} "
+                f"gives each an equal share, here none; give at least {len(self.ssms)}"
+            )
 
     @property
     def free_proposers(self) -> tuple[str, ...]:

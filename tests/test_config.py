@@ -133,6 +133,10 @@ REFUSED = {
         {"verifier": "mss", "ssms": ["a"], "branches": 2},
         "branches: it would choose among sampled children",
     ),
+    "fewer nodes than ssms that draw": (
+        {"verifier": "mss", "ssms": ["a"] * 5, "num_nodes": 4},
+        "num_nodes: 4 nodes for 5 SSMs .* give at least 5",
+    ),
     "unknown proposer": ({"proposers": ["n-gram"]}, "proposers: 'n-gram' is not one of ngram, recycling"),
     "proposer twice": ({"proposers": ["ngram", "ngram"]}, "proposers: .* names a proposer twice"),
     "nothing proposes": ({"proposers": []}, "proposers: nothing proposes tokens; give ssms"),

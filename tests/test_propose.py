@@ -14,6 +14,7 @@ from specinfer_vllm.propose.ensemble import Ensemble
 from specinfer_vllm.propose.ngram import NgramProposer
 from specinfer_vllm.propose.proposer import DraftBatch, Observation, Proposer
 from specinfer_vllm.propose.recycling import RecyclingProposer
+from specinfer_vllm.propose.successors import SuccessorRows
 from specinfer_vllm.tree.topology import from_arrays, roots
 
 VOCAB = 100
@@ -208,3 +209,12 @@ def test_a_narrow_head_gives_the_models_own_logits_of_its_tokens():
     torch.testing.assert_close(head.logits(states), whole[:, [2, 3, 11]])
     with pytest.raises(ValueError, match="remove draft_vocab.npy"):
         NarrowHead.of(torch.nn.Module(), np.array([1]))
+
+
+def test_a_primer_lies_under_the_name_that_was_given(tmp_path):
+    """numpy would have added .npz; and what was there stays until the new one is whole."""
+    rows = SuccessorRows(4, 2, VOCAB)
+    rows.save(tmp_path / "mine")
+    rows.save(tmp_path / "mine")
+    assert [each.name for each in tmp_path.iterdir()] == ["mine"]
+    assert SuccessorRows.load(tmp_path / "mine", VOCAB).vocab_size == VOCAB

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from specinfer_vllm import cli
 from specinfer_vllm.config import TreeOptions
@@ -18,6 +18,7 @@ from specinfer_vllm.train import tune as tuning
 from specinfer_vllm.train.corpus import Corpus, CorpusError, CorpusWriter, frequent_tokens, part_files
 from specinfer_vllm.train.cut import cut
 from specinfer_vllm.train.generate import read_prompts
+from specinfer_vllm.train.pack import assemble, pack
 from specinfer_vllm.train.profile import Profile
 from specinfer_vllm.train.tune import Acceptance, Run, Settings, Student, batches, boost_tune, divergence, split, tune
 
@@ -334,3 +335,47 @@ def test_depths_are_conditional_on_the_path_above():
     accepted = found.ranks(0).accepted([1] * 8)
     assert accepted.tolist() == [2, 1, 0, 3, 2, 1, 0, 0]  # the last place emits nothing behind it
     assert found.by_depth(0, 1)[:3] == pytest.approx([5 / 8, 3 / 5, 1 / 3])
+
+
+# -- packed SSMs -------------------------------------------------------------------------------------------------------
+
+
+def test_a_packed_ssm_comes_back_but_for_its_eighth_bit(llm, tmp_path, capsys):
+    cut(llm, [0, 3], tmp_path / "ssm", np.arange(0, VOCAB, 3))
+    file, out = tmp_path / "ssm.safetensors", tmp_path / "out"
+    assert cli.main(["pack", str(tmp_path / "ssm"), "--llm", str(llm), "-o", str(file)]) == 0
+    assert cli.main(["assemble", str(file), "--llm", str(llm), "-o", str(out)]) == 0
+    before, after = weights(tmp_path / "ssm"), weights(out)
+    assert before.keys() == after.keys()
+    for name, weight in before.items():
+        step = weight.abs().amax(dim=-1, keepdim=True) / 127
+        assert ((weight - after[name]).abs() <= step / 2 + 1e-7).all()
+    assert torch.equal(before["model.embed_tokens.weight"], after["model.embed_tokens.weight"])
+    assert np.load(out / DRAFT_VOCAB).tolist() == list(range(0, VOCAB, 3))
+    assert file.stat().st_size < (tmp_path / "ssm" / "model.safetensors").stat().st_size / 2
+    assert Student(out).ids.tolist() == list(range(0, VOCAB, 3))
+    assert cli.main(["assemble", str(file), "--llm", str(llm), "-o", str(out)]) == 2
+    assert "holds files already" in capsys.readouterr().err
+
+
+def test_a_packed_ssm_of_another_llm_is_refused(llm, ssm, tmp_path):
+    other = tmp_path / "other"
+    other.mkdir()
+    for each in llm.iterdir():
+        (other / each.name).write_bytes(each.read_bytes())
+    changed = {name: weight + 1 for name, weight in weights(llm).items()}
+    save_file(changed, other / "model.safetensors")
+    with pytest.raises(ValueError, match="embed_tokens.weight is not that of"):
+        pack(ssm, other, tmp_path / "a")
+    pack(ssm, llm, tmp_path / "a")
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"hidden_size": 64}))
+    with pytest.raises(ValueError, match="another LLM's"):
+        assemble(tmp_path / "a", other, tmp_path / "out")
+    for content in (b"", (tmp_path / "a").read_bytes()[:-5]):
+        (tmp_path / "b").write_bytes(content)
+        with pytest.raises(ValueError, match="no packed SSM"):
+            assemble(tmp_path / "b", llm, tmp_path / "out")
+    with pytest.raises(ValueError, match="no packed SSM"):
+        assemble(llm / "model.safetensors", llm, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

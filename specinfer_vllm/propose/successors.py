@@ -8,6 +8,7 @@ request it belongs to, so that nobody else's rows are found.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import NamedTuple
 
@@ -100,16 +101,19 @@ class SuccessorRows:
         self.rows = larger._replace(newest=self.rows.newest, written=self.rows.written)
 
     def save(self, path: Path) -> None:
-        """Write the rows to a compressed .npz, oldest first, without their owners."""
+        """Write the rows to a compressed .npz, oldest first, without their owners; under its name in one piece."""
         start = max(0, int(self.rows.written[0]) - len(self.rows.owner))
         order = np.arange(start, int(self.rows.written[0])) % len(self.rows.owner)
-        np.savez_compressed(
-            path,
-            vocab_size=self.vocab_size,
-            context=self.rows.context[order],
-            successors=self.rows.successors[order],
-            probabilities=self.rows.probabilities[order],
-        )
+        draft = path.with_name(f".{path.name}.{os.getpid()}")
+        with draft.open("wb") as file:  # a file, since numpy would add .npz to a name
+            np.savez_compressed(
+                file,
+                vocab_size=self.vocab_size,
+                context=self.rows.context[order],
+                successors=self.rows.successors[order],
+                probabilities=self.rows.probabilities[order],
+            )
+        draft.replace(path)
 
     @classmethod
     def load(cls, path: Path, vocab_size: int, max_rows: int | None = None) -> SuccessorRows:

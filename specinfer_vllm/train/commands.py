@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The workshop's sub-commands of `specinfer`: cut, generate, tune, profile, shape. Each imports what it needs."""
+"""The workshop's sub-commands of `specinfer`; each imports what it needs when it runs."""
 
 from __future__ import annotations
 
@@ -213,4 +213,54 @@ def shape(given: argparse.Namespace) -> int:
     return 0
 
 
-ALL: tuple[Callable[[Any], None], ...] = (add_cut, add_generate, add_tune, add_profile, add_shape)
+def add_pack(commands: Any) -> None:
+    """`specinfer pack SSM --llm LLM -o FILE`: a small file to keep or send."""
+    parser = commands.add_parser("pack", help="write an SSM as one small file, without what its LLM has already")
+    parser.add_argument("ssm", type=Path, help="folder of the SSM")
+    parser.add_argument("--llm", type=Path, required=True, help="folder of the LLM it was cut from")
+    parser.add_argument("-o", "--out", type=Path, required=True, help="file to write")
+    parser.set_defaults(run=pack)
+
+
+def pack(given: argparse.Namespace) -> int:
+    """Write the file and say how large it is."""
+    from specinfer_vllm.train import pack as packing
+
+    try:
+        packing.pack(given.ssm, given.llm, given.out)
+    except (ValueError, OSError) as error:
+        return failed(str(error))
+    print(f"{given.out}: {given.out.stat().st_size / 1e6:.1f} MB")
+    return 0
+
+
+def add_assemble(commands: Any) -> None:
+    """`specinfer assemble FILE --llm LLM -o SSM`: the folder of a packed SSM."""
+    parser = commands.add_parser("assemble", help="make the folder of a packed SSM, with its LLM's embeddings")
+    parser.add_argument("file", type=Path, help="what `specinfer pack` wrote")
+    parser.add_argument("--llm", type=Path, required=True, help="folder of the LLM")
+    parser.add_argument("-o", "--out", type=Path, required=True, help="folder to write")
+    parser.set_defaults(run=assemble)
+
+
+def assemble(given: argparse.Namespace) -> int:
+    """Write the folder and say where it lies."""
+    from specinfer_vllm.train import pack as packing
+
+    try:
+        packing.assemble(given.file, given.llm, given.out)
+    except (ValueError, OSError) as error:
+        return failed(str(error))
+    print(given.out)
+    return 0
+
+
+ALL: tuple[Callable[[Any], None], ...] = (
+    add_cut,
+    add_generate,
+    add_tune,
+    add_profile,
+    add_shape,
+    add_pack,
+    add_assemble,
+)
