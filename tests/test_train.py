@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -213,7 +214,9 @@ def test_tuning_raises_what_is_held_out(ssm, corpus, tmp_path):
     kept = {name for name in before if torch.equal(before[name], after[name])}
     assert kept == {"model.embed_tokens.weight"}
     report = json.loads((tmp_path / "tuned" / "tuning.json").read_text())
-    assert report["held_out"][-1] == history[-1].rates
+    assert report["history"][-1]["rates"] == history[-1].rates
+    with pytest.raises(CorpusError, match="holds files already"):
+        tune(corpus, ssm, tmp_path / "tuned", QUICK)
 
 
 def test_the_same_seed_gives_the_same_ssm(ssm, corpus, tmp_path):
@@ -267,6 +270,52 @@ def test_the_second_ssm_learns_where_the_first_one_misses(ssm, tmp_path, monkeyp
     every = batches(corpus, np.arange(corpus.num_sequences), 256)
     _, agreed = tuning.acceptance(student, corpus, every)
     assert set(np.flatnonzero(~second)) == set(agreed)
+
+
+def test_a_boost_that_was_stopped_goes_on_with_the_ssm_it_was_at(ssm, corpus, tmp_path, monkeypatch):
+    whole, stopped = ([tmp_path / f"{name}{i}" for i in range(2)] for name in ("whole", "stopped"))
+    boost_tune(corpus, [ssm, ssm], whole, QUICK)
+    original = Run.one
+
+    def stops(self, batch, learnable, bar):
+        if "stopped1" in self.folder.name and self.step == 4:
+            raise KeyboardInterrupt
+        original(self, batch, learnable, bar)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "one", stops)
+        with pytest.raises(KeyboardInterrupt):
+            boost_tune(corpus, [ssm, ssm], stopped, QUICK)
+    before = (stopped[0] / "model.safetensors").stat().st_mtime_ns
+    boost_tune(corpus, [ssm, ssm], stopped, QUICK)
+    assert (stopped[0] / "model.safetensors").stat().st_mtime_ns == before
+    for one, other in zip(whole, stopped, strict=True):
+        assert all(torch.equal(weights(one)[name], weights(other)[name]) for name in weights(one))
+    with pytest.raises(CorpusError, match="holds files already"):
+        boost_tune(corpus_of(7), [ssm], stopped[:1], QUICK)
+
+
+def test_a_checkpoint_survives_being_replaced(ssm, corpus, tmp_path, monkeypatch):
+    """Stopped after the old one was taken away, before the new one had its name."""
+    original = Path.rename
+
+    def stops(self, target):
+        if self.name.endswith(".draft"):
+            raise KeyboardInterrupt
+        return original(self, target)
+
+    tune(corpus, ssm, tmp_path / "whole", QUICK)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", stops)
+        with pytest.raises(KeyboardInterrupt):
+            tune(corpus, ssm, tmp_path / "stopped", QUICK)
+    steps, one = [], Run.one
+    monkeypatch.setattr(Run, "one", lambda self, *rest: (steps.append(self.step), one(self, *rest)))
+    tune(corpus, ssm, tmp_path / "stopped", QUICK)
+    assert steps[0] > 0
+    whole, stopped = weights(tmp_path / "whole"), weights(tmp_path / "stopped")
+    assert all(torch.equal(whole[name], stopped[name]) for name in whole)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["stopped", "whole"]
 
 
 def test_tokens_outside_the_draft_vocabulary_count_as_missed(llm, corpus, tmp_path):

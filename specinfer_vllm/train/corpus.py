@@ -122,6 +122,12 @@ class CorpusWriter:
         self.num_parts += 1
 
 
+def check_new(folder: Path) -> None:
+    """CorpusError when a folder to be written is there already, and not empty."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise CorpusError(f"{folder}: holds files already; name a new folder")
+
+
 def check_disk(folder: Path, needed: int) -> None:
     """CorpusError when the disk that `folder` is to lie on has less than `needed` bytes left."""
     there = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from specinfer_vllm.propose.draft_vocab import FILE as DRAFT_VOCAB
-from specinfer_vllm.train.corpus import check_disk
+from specinfer_vllm.train.corpus import check_disk, check_new
 
 # Files of the LLM's folder that describe its weights, not its texts.
 NOT_COPIED = {"config.json", "model.safetensors.index.json", "manifest.json", DRAFT_VOCAB}
@@ -26,8 +26,7 @@ def cut(llm: Path, layers: Sequence[int], out: Path, draft_vocab: np.ndarray | N
     Raises ValueError for layers the LLM lacks, a folder without weights, or an `out` that holds something.
     """
     check_layers(llm, layers)
-    if out.exists() and any(out.iterdir()):
-        raise ValueError(f"{out}: holds files already; name a new folder")
+    check_new(out)
     check_disk(out, sum(file.stat().st_size for file in llm.glob("*.safetensors")))
     out.mkdir(parents=True, exist_ok=True)
     _save_weights(llm, layers, out)

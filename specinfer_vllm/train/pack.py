@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from specinfer_vllm.propose.draft_vocab import FILE as DRAFT_VOCAB
-from specinfer_vllm.train.corpus import check_disk
+from specinfer_vllm.train.corpus import check_disk, check_new
 from specinfer_vllm.train.cut import NOT_COPIED, num_layers
 
 SCALE = ".scale"  # of a matrix' rows, under the matrix' own name with this behind it
@@ -54,8 +54,7 @@ def assemble(file: Path, llm: Path, out: Path) -> None:
     from safetensors.torch import save_file
 
     num_layers(llm)
-    if out.exists() and any(out.iterdir()):
-        raise ValueError(f"{out}: holds files already; name a new folder")
+    check_new(out)
     try:
         with safe_open(file, "pt") as source:
             about = source.metadata() or {}

@@ -9,6 +9,7 @@ stored. A run that was stopped goes on at its last checkpoint and ends with the 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Iterator, Sequence
@@ -19,9 +20,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from specinfer_vllm.bench.cache import sha256
 from specinfer_vllm.propose.draft_vocab import FILE as DRAFT_VOCAB
 from specinfer_vllm.propose.draft_vocab import check_ids
-from specinfer_vllm.train.corpus import Corpus, CorpusError, check_disk
+from specinfer_vllm.train.corpus import Corpus, CorpusError, check_disk, check_new
 
 RANKS = 5
 STATE = "tuning.json"
@@ -188,13 +190,47 @@ def boost_tune(
     missed = np.ones(corpus.num_answers, bool)
     histories = []
     for ssm, out in zip(ssms, outs, strict=True):
-        student, history = tune(corpus, ssm, out, settings, missed)
+        history = finished(out, recipe_of(corpus, ssm, settings, missed))
+        if history is None:
+            history = tune(corpus, ssm, out, settings, missed)[1]
         histories.append(history)
         if len(histories) < len(ssms):
             every = batches(corpus, np.arange(corpus.num_sequences), settings.batch_tokens)
-            _, agreed = acceptance(student, corpus, every)
+            _, agreed = acceptance(Student(out), corpus, every)
             missed[agreed] = False
     return histories
+
+
+def recipe_of(corpus: Corpus, ssm: Path, settings: Settings, wanted: np.ndarray | None) -> dict[str, Any]:
+    """All that decides what comes out of `tune`, in plain JSON types."""
+    digest = hashlib.sha256(corpus.tokens.tobytes() + corpus.best.tobytes())
+    weights = [sha256(file) for file in sorted(ssm.glob("*.safetensors"))]
+    places = None if wanted is None else hashlib.sha256(np.packbits(wanted).tobytes()).hexdigest()
+    named = {"settings": asdict(settings), "corpus": digest.hexdigest(), "ssm": weights, "places": places}
+    return json.loads(json.dumps(named))
+
+
+def finished(out: Path, recipe: dict[str, Any]) -> list[Acceptance] | None:
+    """The held-out acceptances of an SSM that was tuned by just this recipe; None when there is no `out` yet.
+
+    CorpusError when there is another one.
+    """
+    file = out / STATE
+    if file.is_file() and json.loads(file.read_text()).get("recipe") == recipe:
+        return read_history(file)
+    check_new(out)
+    return None
+
+
+def read_history(file: Path) -> list[Acceptance]:
+    """Acceptances of a STATE file."""
+    return [Acceptance(np.array(each["hits"]), each["places"]) for each in json.loads(file.read_text())["history"]]
+
+
+def write_state(file: Path, recipe: dict[str, Any], history: Sequence[Acceptance], step: int) -> None:
+    """A STATE file; the last one of a folder to be written, so that a folder that has it is whole."""
+    listed = [{"hits": each.hits.tolist(), "places": each.places, "rates": each.rates} for each in history]
+    file.write_text(json.dumps({"step": step, "recipe": recipe, "history": listed}, indent=1))
 
 
 def tune(
@@ -204,6 +240,7 @@ def tune(
     from accelerate import Accelerator
     from accelerate.utils import set_seed
 
+    check_new(out)
     # The tuned weights, and two checkpoints with both moments of the optimiser while one replaces the other.
     check_disk(out, 7 * sum(file.stat().st_size for file in ssm.glob("*.safetensors")))
     set_seed(settings.seed)
@@ -219,10 +256,13 @@ def tune(
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, _Cosine(settings.epochs * len(train)))
     student, optimizer = accelerator.prepare(student, optimizer)
     accelerator.register_for_checkpointing(schedule)
-    run = Run(accelerator, student, optimizer, schedule, corpus, settings, out.with_name(f".{out.name}.tuning"))
+    recipe = recipe_of(corpus, ssm, settings, wanted)
+    run = Run(accelerator, student, optimizer, schedule, corpus, settings, recipe, out.with_name(f".{out.name}.tuning"))
     history = run.through(train, test, learnable)
     plain = accelerator.unwrap_model(student)
-    save(plain, ssm, out, history, settings)
+    save(plain, ssm, out)
+    plot([each.rates for each in history], out / "tuning.png")
+    write_state(out / STATE, recipe, history, run.step)
     run.forget()
     return plain, history
 
@@ -249,6 +289,7 @@ class Run:
     schedule: Any
     corpus: Corpus
     settings: Settings
+    recipe: dict[str, Any]
     folder: Path
     step: int = 0
     history: list | None = None
@@ -302,46 +343,45 @@ class Run:
 
     def keep(self) -> None:
         """A checkpoint, under its name in one piece."""
-        draft = self.folder.with_name(f"{self.folder.name}.draft")
-        shutil.rmtree(draft, ignore_errors=True)
-        self.accelerator.save_state(str(draft), safe_serialization=True)
-        history = [{"hits": each.hits.tolist(), "places": each.places} for each in self.history]
-        state = {"step": self.step, "settings": _plain(self.settings), "history": history}
-        (draft / STATE).write_text(json.dumps(state))
+        shutil.rmtree(self.draft, ignore_errors=True)
+        self.accelerator.save_state(str(self.draft), safe_serialization=True)
+        write_state(self.draft / STATE, self.recipe, self.history, self.step)
         shutil.rmtree(self.folder, ignore_errors=True)
-        draft.rename(self.folder)
+        self.draft.rename(self.folder)
+
+    @property
+    def draft(self) -> Path:
+        """Where a checkpoint is written."""
+        return self.folder.with_name(f"{self.folder.name}.draft")
 
     def resume(self) -> None:
-        """Go on at the last checkpoint, if there is one. CorpusError when other settings made it."""
+        """Go on at the last checkpoint, if there is one. CorpusError when another recipe made it."""
+        if not self.folder.exists() and (self.draft / STATE).is_file():
+            self.draft.rename(self.folder)  # stopped between taking the old one away and this
         file = self.folder / STATE
         if not file.is_file():
             return
         state = json.loads(file.read_text())
-        if state["settings"] != _plain(self.settings):
-            raise CorpusError(f"{self.folder}: an unfinished run with other settings; go on with these or remove it")
+        if state["recipe"] != self.recipe:
+            raise CorpusError(
+                f"{self.folder}: an unfinished run with other settings, SSM or corpus; go on with these or remove it"
+            )
         self.accelerator.load_state(str(self.folder))
-        self.step = state["step"]
-        self.history = [Acceptance(np.array(each["hits"]), each["places"]) for each in state["history"]]
+        self.step, self.history = state["step"], read_history(file)
 
     def forget(self) -> None:
         """Remove the checkpoint of a finished run."""
         shutil.rmtree(self.folder, ignore_errors=True)
+        shutil.rmtree(self.draft, ignore_errors=True)
 
 
-def _plain(settings: Settings) -> dict[str, Any]:
-    return json.loads(json.dumps(asdict(settings)))
-
-
-def save(student: Student, ssm: Path, out: Path, history: Sequence[Acceptance], settings: Settings) -> None:
-    """The tuned SSM as a folder like `ssm`, with how it was tuned in tuning.json."""
+def save(student: Student, ssm: Path, out: Path) -> None:
+    """The tuned SSM as a folder like `ssm`."""
     out.mkdir(parents=True, exist_ok=True)
     for file in ssm.iterdir():
-        if file.is_file() and file.suffix != ".safetensors" and file.name != "config.json":
+        if file.is_file() and file.suffix != ".safetensors" and file.name not in ("config.json", STATE):
             shutil.copy(file, out)
     student.model.save_pretrained(out, safe_serialization=True)
-    report = {"settings": _plain(settings), "held_out": [each.rates for each in history], "places": history[-1].places}
-    (out / STATE).write_text(json.dumps(report, indent=1))
-    plot([each.rates for each in history], out / "tuning.png")
 
 
 def plot(rates: Sequence[Sequence[float]], file: Path) -> None:
