@@ -14,6 +14,8 @@ import torch
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 
+from specinfer_vllm.propose.draft_vocab import NarrowHead
+
 # The plain engine's two best logits: below this gap the order of additions decides, and a difference is tolerated.
 TIE = 1e-4
 MAX_MODEL_LEN = 384
@@ -47,7 +49,8 @@ def engine(model, **options) -> Iterator[LLM]:
 def bytes_held(llm: LLM) -> int:
     """Bytes of all tensors and arrays that this package keeps between steps.
 
-    Everything reachable from what the tree runner adds to vLLM's, but for weights and the KV cache.
+    Everything reachable from what the tree runner adds to vLLM's, but for weights (an SSM's narrow head is some of its
+    own) and the KV cache.
     """
     runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
     weights = {each.untyped_storage().data_ptr() for each in runner.model.parameters()}
@@ -57,7 +60,7 @@ def bytes_held(llm: LLM) -> int:
     waiting = [runner.drafter, runner.step, runner.compactions, runner.ssm_groups]
     while waiting:
         each = waiting.pop()
-        if id(each) in seen or isinstance(each, torch.nn.Module | type | str | bytes):
+        if id(each) in seen or isinstance(each, torch.nn.Module | NarrowHead | type | str | bytes):
             continue
         seen.add(id(each))
         if isinstance(each, torch.Tensor):

@@ -16,7 +16,7 @@ from specinfer_vllm import cli
 from specinfer_vllm.config import TreeOptions
 from specinfer_vllm.propose.draft_vocab import FILE as DRAFT_VOCAB
 from specinfer_vllm.train import tune as tuning
-from specinfer_vllm.train.corpus import Corpus, CorpusError, CorpusWriter, frequent_tokens, part_files
+from specinfer_vllm.train.corpus import Corpus, CorpusWriter, InputError, frequent_tokens, part_files
 from specinfer_vllm.train.cut import cut
 from specinfer_vllm.train.generate import read_prompts
 from specinfer_vllm.train.pack import assemble, pack
@@ -97,9 +97,9 @@ def test_a_cut_model_has_the_layers_named(llm, tmp_path):
 
 def test_too_little_disk_is_said_before_anything_is_written(llm, ssm, corpus, tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
-    with pytest.raises(CorpusError, match="GB of disk"):
+    with pytest.raises(InputError, match="GB of disk"):
         cut(llm, [0], tmp_path / "a")
-    with pytest.raises(CorpusError, match="GB of disk"):
+    with pytest.raises(InputError, match="GB of disk"):
         tune(corpus, ssm, tmp_path / "b", QUICK)
     assert not list(tmp_path.iterdir())
 
@@ -113,8 +113,9 @@ def test_nothing_is_overwritten_by_a_cut(llm, tmp_path):
     assert [each.name for each in tmp_path.iterdir()] == ["mine"]
 
 
-def test_the_command_cuts_and_narrows(llm, tmp_path, corpus, capsys):
-    CorpusWriter(tmp_path / "corpus", {"seed": 0}).append(corpus)
+def test_the_command_cuts_and_narrows(llm, tmp_path, capsys):
+    corpus = corpus_of(3, 100, rule=lambda token: (token + 1) % VOCAB)
+    CorpusWriter(tmp_path / "corpus", {"seed": 0}).write(0, corpus)
     command = ["cut", str(llm), "-o", str(tmp_path / "ssm"), "--layers", "0"]
     assert cli.main([*command, "--vocab", "64", "--corpus", str(tmp_path / "corpus")]) == 0
     assert np.load(tmp_path / "ssm" / DRAFT_VOCAB).tolist() == frequent_tokens(corpus, 64).tolist()
@@ -129,11 +130,11 @@ def test_the_command_cuts_and_narrows(llm, tmp_path, corpus, capsys):
 def test_a_corpus_is_read_as_it_was_written(tmp_path):
     parts = [corpus_of(seed, 5) for seed in range(3)]
     writer = CorpusWriter(tmp_path / "c", {"seed": 0})
-    for part in parts[:2]:
-        writer.append(part)
+    for number in (0, 2):
+        writer.write(number, parts[number])
     again = CorpusWriter(tmp_path / "c", {"seed": 0})
-    assert again.num_parts == 2
-    again.append(parts[2])
+    assert again.missing(4) == [1, 3]
+    again.write(1, parts[1])
     read, joined = Corpus.load(tmp_path / "c"), Corpus.joined(parts)
     for name in ("offsets", "tokens", "first", "best", "logprob"):
         assert np.array_equal(getattr(read, name), getattr(joined, name))
@@ -141,25 +142,25 @@ def test_a_corpus_is_read_as_it_was_written(tmp_path):
 
 def test_a_corpus_of_another_recipe_is_left_alone(tmp_path):
     CorpusWriter(tmp_path / "c", {"seed": 0, "model": "a"})
-    with pytest.raises(CorpusError, match="another model, seed"):
+    with pytest.raises(InputError, match="another model, seed"):
         CorpusWriter(tmp_path / "c", {"seed": 1, "model": "b"})
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").write_text("keep")
-    with pytest.raises(CorpusError, match="holds other files"):
+    with pytest.raises(InputError, match="holds files already"):
         CorpusWriter(tmp_path / "full", {})
 
 
 @pytest.mark.parametrize("damage", [lambda data: data[:-9], lambda data: b"", lambda data: b"x" * 40])
 def test_a_damaged_part_is_named(tmp_path, damage):
-    CorpusWriter(tmp_path, {}).append(corpus_of(0, 4))
+    CorpusWriter(tmp_path, {}).write(0, corpus_of(0, 4))
     (file,) = part_files(tmp_path)
     file.write_bytes(damage(file.read_bytes()))
-    with pytest.raises(CorpusError, match=f"{file.name}: damaged"):
+    with pytest.raises(InputError, match=f"{file.name}: damaged"):
         Corpus.load(tmp_path)
 
 
 def test_an_empty_folder_is_no_corpus(tmp_path):
-    with pytest.raises(CorpusError, match="specinfer generate"):
+    with pytest.raises(InputError, match="specinfer generate"):
         Corpus.load(tmp_path)
 
 
@@ -175,7 +176,7 @@ def test_an_empty_folder_is_no_corpus(tmp_path):
 def test_a_malformed_prompt_file_is_named(tmp_path, name, text, said):
     if name:
         (tmp_path / name).write_text(text)
-    with pytest.raises(CorpusError, match=said):
+    with pytest.raises(InputError, match=said):
         read_prompts(tmp_path / (name or "missing"))
 
 
@@ -215,7 +216,7 @@ def test_tuning_raises_what_is_held_out(ssm, corpus, tmp_path):
     assert kept == {"model.embed_tokens.weight"}
     report = json.loads((tmp_path / "tuned" / "tuning.json").read_text())
     assert report["history"][-1]["rates"] == history[-1].rates
-    with pytest.raises(CorpusError, match="holds files already"):
+    with pytest.raises(InputError, match="holds files already"):
         tune(corpus, ssm, tmp_path / "tuned", QUICK)
 
 
@@ -244,7 +245,7 @@ def test_a_stopped_run_goes_on_to_the_same_ssm(ssm, corpus, tmp_path, monkeypatc
             tune(corpus, ssm, tmp_path / "stopped", QUICK)
     assert not (tmp_path / "stopped").exists()
     if stop > QUICK.checkpoint:
-        with pytest.raises(CorpusError, match="other settings"):
+        with pytest.raises(InputError, match="other settings"):
             tune(corpus, ssm, tmp_path / "stopped", Settings(**{**vars(QUICK), "epochs": 3}))
     _, history = tune(corpus, ssm, tmp_path / "stopped", QUICK)
     whole, stopped = weights(tmp_path / "whole"), weights(tmp_path / "stopped")
@@ -291,7 +292,7 @@ def test_a_boost_that_was_stopped_goes_on_with_the_ssm_it_was_at(ssm, corpus, tm
     assert (stopped[0] / "model.safetensors").stat().st_mtime_ns == before
     for one, other in zip(whole, stopped, strict=True):
         assert all(torch.equal(weights(one)[name], weights(other)[name]) for name in weights(one))
-    with pytest.raises(CorpusError, match="holds files already"):
+    with pytest.raises(InputError, match="holds files already"):
         boost_tune(corpus_of(7), [ssm], stopped[:1], QUICK)
 
 
@@ -331,12 +332,12 @@ def test_tokens_outside_the_draft_vocabulary_count_as_missed(llm, corpus, tmp_pa
 def test_held_out_sequences_are_never_learnt_from(corpus):
     learning, held = split(corpus, 0.1, 0)
     assert len(held) == 6 and not set(learning) & set(held)
-    with pytest.raises(CorpusError, match="single sequence"):
+    with pytest.raises(InputError, match="single sequence"):
         split(corpus_of(0, 1), 0.1, 0)
 
 
 def test_the_command_tunes(ssm, corpus, tmp_path, capsys):
-    CorpusWriter(tmp_path / "corpus", {}).append(corpus)
+    CorpusWriter(tmp_path / "corpus", {}).write(0, corpus)
     command = ["tune", str(tmp_path / "corpus"), str(ssm), "-o", str(tmp_path / "out"), "--epochs", "1"]
     assert cli.main(command) == 0
     assert "top-1" in capsys.readouterr().out
@@ -355,7 +356,7 @@ def test_rates_are_shares_of_all_places():
 
 
 def test_a_profile_counts_as_the_held_out_acceptance_does(ssm, corpus, tmp_path, capsys):
-    CorpusWriter(tmp_path / "corpus", {}).append(corpus)
+    CorpusWriter(tmp_path / "corpus", {}).write(0, corpus)
     for name, epochs in (("a", 8), ("b", 1)):
         tune(corpus, ssm, tmp_path / name, Settings(**{**vars(QUICK), "epochs": epochs}))
     out = tmp_path / "profile.json"
@@ -384,6 +385,103 @@ def test_depths_are_conditional_on_the_path_above():
     accepted = found.ranks(0).accepted([1] * 8)
     assert accepted.tolist() == [2, 1, 0, 3, 2, 1, 0, 0]  # the last place emits nothing behind it
     assert found.by_depth(0, 1)[:3] == pytest.approx([5 / 8, 3 / 5, 1 / 3])
+
+
+# -- wrong input -------------------------------------------------------------------------------------------------------
+
+
+def said(capsys, *command) -> str:
+    """The one line on stderr of a command that must fail."""
+    capsys.readouterr()
+    assert cli.main(list(map(str, command))) == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    return lines[-1]
+
+
+def test_nothing_that_exists_is_overwritten(llm, ssm, corpus, tmp_path, capsys):
+    CorpusWriter(tmp_path / "corpus", {}).write(0, corpus)
+    mine = tmp_path / "mine.json"
+    mine.write_text("keep")
+    assert "is there already" in said(capsys, "pack", ssm, "--llm", llm, "-o", mine)
+    assert "is there already" in said(capsys, "profile", tmp_path / "corpus", ssm, "-o", mine)
+    assert "is there already" in said(capsys, "shape", mine, "-o", mine)
+    assert "holds files already" in said(capsys, "tune", tmp_path / "corpus", ssm, "-o", mine)
+    assert "there is no folder" in said(capsys, "pack", ssm, "--llm", llm, "-o", tmp_path / "no" / "file")
+    assert mine.read_text() == "keep" and (ssm / "model.safetensors").stat().st_size > 1000
+
+
+def test_what_would_go_wrong_later_is_said_before(llm, ssm, corpus, tmp_path, capsys, monkeypatch):
+    """Nothing is tuned, and no engine starts."""
+    monkeypatch.setattr(Run, "one", None)
+    monkeypatch.setattr("specinfer_vllm.train.generate.serving", None)
+    CorpusWriter(tmp_path / "corpus", {}).write(0, corpus)
+    out, tuned = tmp_path / "out", ["tune", tmp_path / "corpus"]
+    assert "is no folder of a model" in said(capsys, *tuned, ssm, tmp_path / "no", "-o", out, tmp_path / "b")
+    assert "names a folder twice" in said(capsys, *tuned, ssm, ssm, "-o", out, out)
+    assert "more than 0" in said(capsys, *tuned, ssm, "-o", out, "--temperatures", "nan")
+    assert "more than 0" in said(capsys, *tuned, ssm, "-o", out, "--learning-rate", "inf")
+    generated = ["generate", llm, "--out", tmp_path / "new"]
+    assert "leaves no prompt" in said(capsys, *generated, "--max-model-len", "100")
+    assert "0 or more" in said(capsys, *generated, "--temperatures", "nan")
+    assert "holds files already" in said(capsys, "generate", llm, "--out", ssm)
+    assert not (tmp_path / "new").exists() and not out.exists()
+
+
+def test_a_corpus_of_another_vocabulary_is_refused(llm, ssm, tmp_path, capsys):
+    tokens = [5, VOCAB + 3, 7]
+    foreign = Corpus.of([(tokens, 1, np.array([[VOCAB + 3], [7]]), np.zeros((2, 1)))] * 3, 1)
+    CorpusWriter(tmp_path / "corpus", {}).write(0, foreign)
+    assert "the corpus holds token 99" in said(capsys, "tune", tmp_path / "corpus", ssm, "-o", tmp_path / "out")
+    assert "the corpus holds token 99" in said(capsys, "profile", tmp_path / "corpus", ssm, "-o", tmp_path / "p.json")
+    with pytest.raises(InputError, match="holds token 99"):
+        cut(llm, [0], tmp_path / "cut", np.array([1, VOCAB + 3]))
+
+
+def test_layers_under_another_name_are_refused(llm, tmp_path):
+    other = tmp_path / "falcon"
+    other.mkdir()
+    (other / "config.json").write_text((llm / "config.json").read_text())
+    renamed = {name.replace("model.layers", "transformer.h"): weight for name, weight in weights(llm).items()}
+    save_file(renamed, other / "model.safetensors")
+    with pytest.raises(InputError, match="only layers called"):
+        cut(other, [0], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("damage", [b"", b"PK\x03\x04 cut off", None])
+def test_a_damaged_profile_is_named(damage, tmp_path, capsys):
+    found = Profile(("a",), ("",), np.zeros((1, 8), np.int64), np.array([0, 8]))
+    found.save(tmp_path / "p.json")
+    if damage is None:
+        np.savez(tmp_path / "p.npz", rank=np.zeros((1, 5)), offsets=np.array([0, 8]))
+    else:
+        (tmp_path / "p.npz").write_bytes(damage)
+    assert "p.json: is no profile" in said(capsys, "shape", tmp_path / "p.json", "-o", tmp_path / "s.json")
+
+
+def test_a_sharded_ssm_is_tuned_into_a_folder_that_loads(llm, corpus, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    sharded = tmp_path / "sharded"
+    AutoModelForCausalLM.from_pretrained(llm).save_pretrained(sharded, max_shard_size="20KB")
+    assert (sharded / "model.safetensors.index.json").is_file()
+    tune(corpus, sharded, tmp_path / "out", QUICK)
+    assert not (tmp_path / "out" / "model.safetensors.index.json").exists()
+    cut(sharded, [1], tmp_path / "one")
+    assert len(weights(tmp_path / "one")) == 11
+
+
+def test_a_kill_in_the_last_write_costs_nothing(ssm, corpus, tmp_path, monkeypatch):
+    tune(corpus, ssm, tmp_path / "whole", QUICK)
+    with monkeypatch.context() as patch:
+        patch.setattr(tuning, "plot", None)
+        with pytest.raises(TypeError):
+            tune(corpus, ssm, tmp_path / "stopped", QUICK)
+    assert not (tmp_path / "stopped").exists()
+    boost_tune(corpus, [ssm], [tmp_path / "stopped"], QUICK)
+    whole, stopped = weights(tmp_path / "whole"), weights(tmp_path / "stopped")
+    assert all(torch.equal(whole[name], stopped[name]) for name in whole)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["stopped", "whole"]
 
 
 # -- packed SSMs -------------------------------------------------------------------------------------------------------
@@ -417,9 +515,7 @@ def test_a_packed_ssm_of_another_llm_is_refused(llm, ssm, tmp_path):
     with pytest.raises(ValueError, match="embed_tokens.weight is not that of"):
         pack(ssm, other, tmp_path / "a")
     pack(ssm, llm, tmp_path / "a")
-    config = json.loads((other / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps(config | {"hidden_size": 64}))
-    with pytest.raises(ValueError, match="another LLM's"):
+    with pytest.raises(ValueError, match="other embeddings"):
         assemble(tmp_path / "a", other, tmp_path / "out")
     for content in (b"", (tmp_path / "a").read_bytes()[:-5]):
         (tmp_path / "b").write_bytes(content)

@@ -6,13 +6,28 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 from collections.abc import Callable
 from contextlib import suppress
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
 from specinfer_vllm.config import DEFAULT_ROW_COST, METHOD
 from specinfer_vllm.printing import failed, print_table
+
+
+def guarded(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
+    """The command, which says in one line what is wrong with its input and exits with 2."""
+
+    @wraps(run)
+    def command(given: argparse.Namespace) -> int:
+        try:
+            return run(given)
+        except (ValueError, OSError) as error:  # InputError, and what the system says of a file
+            return failed(str(error))
+
+    return command
 
 
 def add_cut(commands: Any) -> None:
@@ -25,7 +40,7 @@ def add_cut(commands: Any) -> None:
     )
     parser.add_argument("--vocab", type=int, help="narrow the head to so many tokens, the corpus' most frequent ones")
     parser.add_argument("--corpus", type=Path, help="corpus that --vocab counts in")
-    parser.set_defaults(run=cut)
+    parser.set_defaults(run=guarded(cut))
 
 
 def cut(given: argparse.Namespace) -> int:
@@ -37,12 +52,13 @@ def cut(given: argparse.Namespace) -> int:
         return failed("--vocab and --corpus: give both, or neither")
     if given.vocab is not None and given.vocab < 64:
         return failed(f"--vocab {given.vocab}: give at least 64 tokens")
-    try:
-        vocab = None if given.vocab is None else frequent_tokens(Corpus.load(given.corpus), given.vocab)
-        layers = given.layers or [0, cutting.num_layers(given.llm) - 1]
-        cutting.cut(given.llm, layers, given.out, vocab)
-    except ValueError as error:
-        return failed(str(error))
+    vocab = None if given.vocab is None else frequent_tokens(Corpus.load(given.corpus), given.vocab)
+    if vocab is not None and len(vocab) < given.vocab:
+        return failed(
+            f"--vocab {given.vocab}: the corpus holds {len(vocab)} different tokens only; generate more of it"
+        )
+    layers = given.layers or sorted({0, cutting.num_layers(given.llm) - 1})
+    cutting.cut(given.llm, layers, given.out, vocab)
     print(given.out)
     return 0
 
@@ -62,38 +78,34 @@ def add_generate(commands: Any) -> None:
     parser.add_argument("--max-model-len", type=int, default=1024, help="longest prompt and answer (default 1024)")
     parser.add_argument("--dtype", default="auto", help="vLLM's dtype (default auto)")
     parser.add_argument("--seed", type=int, default=0, help="default 0")
-    parser.set_defaults(run=generate)
+    parser.set_defaults(run=guarded(generate))
 
 
 def generate(given: argparse.Namespace) -> int:
     """Write the corpus and say what is in it."""
-    from specinfer_vllm.train.corpus import CorpusError
+    from specinfer_vllm.train.corpus import CorpusWriter
     from specinfer_vllm.train.generate import Recipe, generate, read_prompts, serving
 
-    if min(given.samples, given.batch, given.max_tokens) < 1 or min(given.temperatures) < 0:
-        return failed("--samples, --batch, --max-tokens: give at least 1; --temperatures: 0 or more")
-    try:
-        prompts = read_prompts(given.prompts) if given.prompts else []
-        recipe = Recipe(
-            model=given.llm,
-            samples=given.samples,
-            batch=given.batch,
-            temperatures=tuple(given.temperatures),
-            max_tokens=given.max_tokens,
-            seed=given.seed,
-            prompts=digest(given.prompts) if given.prompts else "",
-        )
-        llm = serving(given.llm, given.batch, given.max_model_len, given.dtype)
-        corpus = generate(llm, recipe, given.out, prompts)
-    except CorpusError as error:
-        return failed(str(error))
+    if min(given.samples, given.batch, given.max_tokens) < 1 or given.batch > 4096:
+        return failed("--samples, --max-tokens: give at least 1; --batch: 1 to 4096")
+    if not all(math.isfinite(each) and each >= 0 for each in given.temperatures):
+        return failed("--temperatures: give 0 or more")
+    if given.max_model_len <= given.max_tokens:
+        return failed(f"--max-model-len {given.max_model_len}: leaves no prompt beside --max-tokens {given.max_tokens}")
+    prompts = read_prompts(given.prompts) if given.prompts else []
+    recipe = Recipe(
+        model=given.llm,
+        samples=given.samples,
+        batch=given.batch,
+        temperatures=tuple(given.temperatures),
+        max_tokens=given.max_tokens,
+        seed=given.seed,
+        prompts=hashlib.sha256(given.prompts.read_bytes()).hexdigest() if given.prompts else "",
+    )
+    CorpusWriter(given.out, recipe.as_dict())  # says what is wrong with the folder before an engine starts
+    corpus = generate(serving(given.llm, given.batch, given.max_model_len, given.dtype), recipe, given.out, prompts)
     print(f"{given.out}: {corpus.num_sequences} answers, {corpus.num_answers} tokens")
     return 0
-
-
-def digest(file: Path) -> str:
-    """Hex digest of a file."""
-    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def add_tune(commands: Any) -> None:
@@ -112,7 +124,7 @@ def add_tune(commands: Any) -> None:
         "--precision", choices=("no", "bf16", "fp16"), default="no", help="mixed precision (default no)"
     )
     parser.add_argument("--seed", type=int, default=0, help="default 0")
-    parser.set_defaults(run=tune)
+    parser.set_defaults(run=guarded(tune))
 
 
 def tune(given: argparse.Namespace) -> int:
@@ -122,8 +134,10 @@ def tune(given: argparse.Namespace) -> int:
 
     if len(given.ssms) != len(given.out):
         return failed(f"--out: {len(given.ssms)} SSMs need {len(given.ssms)} folders, {len(given.out)} are given")
-    if min(given.epochs, given.batch_tokens) < 1 or min(*given.temperatures, given.learning_rate) <= 0:
-        return failed("--epochs, --batch-tokens: give at least 1; --temperatures, --learning-rate: more than 0")
+    if min(given.epochs, given.batch_tokens) < 1 or given.seed < 0:
+        return failed("--epochs, --batch-tokens: give at least 1; --seed: 0 or more")
+    if not all(math.isfinite(each) and each > 0 for each in (*given.temperatures, given.learning_rate)):
+        return failed("--temperatures, --learning-rate: give more than 0")
     settings = Settings(
         epochs=given.epochs,
         learning_rate=given.learning_rate,
@@ -132,10 +146,7 @@ def tune(given: argparse.Namespace) -> int:
         precision=given.precision,
         seed=given.seed,
     )
-    try:
-        histories = boost_tune(Corpus.load(given.corpus), given.ssms, given.out, settings)
-    except (ValueError, OSError) as error:
-        return failed(str(error))
+    histories = boost_tune(Corpus.load(given.corpus), given.ssms, given.out, settings)
     print(*lines(histories), sep="\n")
     return 0
 
@@ -146,21 +157,20 @@ def add_profile(commands: Any) -> None:
     parser.add_argument("corpus", type=Path, help="folder that `specinfer generate` wrote, of prompts not tuned on")
     parser.add_argument("ssms", type=Path, nargs="+", help="folders of the SSMs")
     parser.add_argument("-o", "--out", type=Path, default=Path("profile.json"), help="default profile.json")
-    parser.set_defaults(run=profile)
+    parser.set_defaults(run=guarded(profile))
 
 
 def profile(given: argparse.Namespace) -> int:
     """Write the profile with its plot and print the acceptances."""
     from specinfer_vllm.train import profile as profiling
-    from specinfer_vllm.train.corpus import Corpus
+    from specinfer_vllm.train.corpus import Corpus, check_new_file
 
     if given.out.suffix != ".json":
         return failed(f"--out {given.out}: give a name that ends in .json")
-    try:
-        found = profiling.profile(Corpus.load(given.corpus), given.ssms)
-        found.save(given.out)
-    except (ValueError, OSError) as error:
-        return failed(str(error))
+    for suffix in (".json", ".npz", ".png"):
+        check_new_file(given.out.with_suffix(suffix))
+    found = profiling.profile(Corpus.load(given.corpus), given.ssms)
+    found.save(given.out)
     shown = (1, 2, 3, 5, 8, profiling.WIDEST)
     alone = [(i,) for i in range(len(given.ssms))]
     groups = [*alone, tuple(range(len(alone)))] if len(alone) > 1 else alone
@@ -183,21 +193,21 @@ def add_shape(commands: Any) -> None:
     parser.add_argument("--depth", type=int, default=8, help="most levels (default 8)")
     parser.add_argument("--row-cost", type=float, default=DEFAULT_ROW_COST, help="of a node, in passes over one row")
     parser.add_argument("--draft-cost", type=float, default=0.08, help="of a level of drafting (default 0.08)")
-    parser.set_defaults(run=shape)
+    parser.set_defaults(run=guarded(shape))
 
 
 def shape(given: argparse.Namespace) -> int:
     """Search, print, and write a configuration."""
-    from specinfer_vllm.train.corpus import CorpusError
+    from specinfer_vllm.train.corpus import check_new_file
     from specinfer_vllm.train.profile import Profile
     from specinfer_vllm.tree.shape import best_expansion
 
-    if min(given.nodes, given.depth) < 1 or min(given.row_cost, given.draft_cost) < 0:
-        return failed("--nodes, --depth: give at least 1; --row-cost, --draft-cost: 0 or more")
-    try:
-        found = Profile.load(given.profile)
-    except CorpusError as error:
-        return failed(str(error))
+    if min(given.nodes, given.depth) < 1:
+        return failed("--nodes, --depth: give at least 1")
+    if not all(math.isfinite(each) and each >= 0 for each in (given.row_cost, given.draft_cost)):
+        return failed("--row-cost, --draft-cost: give 0 or more")
+    check_new_file(given.out)
+    found = Profile.load(given.profile)
     cost = [1 + given.row_cost * nodes for nodes in range(given.nodes + 1)]
     ssms, rows = [], []
     for i, model in enumerate(found.ssms):
@@ -219,17 +229,14 @@ def add_pack(commands: Any) -> None:
     parser.add_argument("ssm", type=Path, help="folder of the SSM")
     parser.add_argument("--llm", type=Path, required=True, help="folder of the LLM it was cut from")
     parser.add_argument("-o", "--out", type=Path, required=True, help="file to write")
-    parser.set_defaults(run=pack)
+    parser.set_defaults(run=guarded(pack))
 
 
 def pack(given: argparse.Namespace) -> int:
     """Write the file and say how large it is."""
     from specinfer_vllm.train import pack as packing
 
-    try:
-        packing.pack(given.ssm, given.llm, given.out)
-    except (ValueError, OSError) as error:
-        return failed(str(error))
+    packing.pack(given.ssm, given.llm, given.out)
     print(f"{given.out}: {given.out.stat().st_size / 1e6:.1f} MB")
     return 0
 
@@ -240,17 +247,14 @@ def add_assemble(commands: Any) -> None:
     parser.add_argument("file", type=Path, help="what `specinfer pack` wrote")
     parser.add_argument("--llm", type=Path, required=True, help="folder of the LLM")
     parser.add_argument("-o", "--out", type=Path, required=True, help="folder to write")
-    parser.set_defaults(run=assemble)
+    parser.set_defaults(run=guarded(assemble))
 
 
 def assemble(given: argparse.Namespace) -> int:
     """Write the folder and say where it lies."""
     from specinfer_vllm.train import pack as packing
 
-    try:
-        packing.assemble(given.file, given.llm, given.out)
-    except (ValueError, OSError) as error:
-        return failed(str(error))
+    packing.assemble(given.file, given.llm, given.out)
     print(given.out)
     return 0
 

@@ -26,8 +26,8 @@ MANIFEST = "corpus.json"
 FIELDS = {"offsets": np.int64, "tokens": np.int32, "first": np.int64, "best": np.int32, "logprob": np.float32}
 
 
-class CorpusError(ValueError):
-    """A corpus that cannot be used; the message says what to do."""
+class InputError(ValueError):
+    """A file, folder or option that cannot be used; the message names it and says what to do."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,8 @@ class Corpus:
     @classmethod
     def joined(cls, parts: Sequence[Corpus]) -> Corpus:
         """The sequences of all parts."""
+        if len({part.best.shape[1] for part in parts}) > 1:
+            raise InputError("the corpus' parts keep different numbers of likeliest tokens; generate it anew")
         starts = np.cumsum([0, *(len(part.tokens) for part in parts)])
         offsets = [part.offsets[1:] + start for part, start in zip(parts, starts, strict=False)]
         others = {name: np.concatenate([getattr(part, name) for part in parts]) for name in list(FIELDS)[1:]}
@@ -78,10 +80,10 @@ class Corpus:
 
     @classmethod
     def load(cls, folder: Path) -> Corpus:
-        """All finished parts of a folder. CorpusError when there are none, or one is damaged."""
+        """All finished parts of a folder. InputError when there are none, or one is damaged."""
         parts = [read_part(file) for file in part_files(folder)]
         if not sum(part.num_answers for part in parts):
-            raise CorpusError(f"{folder}: holds no corpus; make one with `specinfer generate LLM --out {folder}`")
+            raise InputError(f"{folder}: holds no corpus; make one with `specinfer generate LLM --out {folder}`")
         return cls.joined(parts)
 
 
@@ -96,46 +98,67 @@ def frequent_tokens(corpus: Corpus, size: int) -> np.ndarray:
 
 
 class CorpusWriter:
-    """Appends parts to a folder; what is there already is kept, and counted by `num_parts`."""
+    """Writes the parts of a folder that are not there yet; what is there is kept."""
 
     def __init__(self, folder: Path, recipe: dict[str, Any]) -> None:
-        """recipe: what the parts are made of. CorpusError when the folder was made by another one."""
+        """recipe: what the parts are made of. InputError when the folder was made by another one."""
         self.folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
         manifest = folder / MANIFEST
         if manifest.exists():
-            differing = _differing(json.loads(manifest.read_text()), recipe)
+            differing = _differing(read_json(manifest), recipe)
             if differing:
-                raise CorpusError(f"{folder}: was made with another {', '.join(differing)}; name a new folder")
-        elif any(folder.iterdir()):
-            raise CorpusError(f"{folder}: holds other files; name a new folder")
+                raise InputError(f"{folder}: was made with another {', '.join(differing)}; name a new folder")
         else:
+            check_new(folder)
+            folder.mkdir(parents=True, exist_ok=True)
             _replace(manifest, json.dumps(recipe, indent=1).encode())
-        self.num_parts = len(part_files(folder))
 
-    def append(self, part: Corpus) -> None:
-        """One more part, under its name in one piece."""
+    def missing(self, parts: int) -> list[int]:
+        """Numbers below `parts` of those that are not there."""
+        return [number for number in range(parts) if not self._file(number).exists()]
+
+    def write(self, number: int, part: Corpus) -> None:
+        """Part `number`, under its name in one piece."""
         from safetensors.numpy import save
 
         arrays = {name: np.ascontiguousarray(getattr(part, name), dtype) for name, dtype in FIELDS.items()}
-        _replace(self.folder / f"part-{self.num_parts:05d}.safetensors", save(arrays))
-        self.num_parts += 1
+        _replace(self._file(number), save(arrays))
+
+    def _file(self, number: int) -> Path:
+        return self.folder / f"part-{number:05d}.safetensors"
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """An object in a JSON file. InputError when it is none."""
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InputError(f"{file}: is no JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise InputError(f"{file}: is no JSON object")
+    return value
 
 
 def check_new(folder: Path) -> None:
-    """CorpusError when a folder to be written is there already, and not empty."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise CorpusError(f"{folder}: holds files already; name a new folder")
+    """InputError when a folder to be written is there already, but for an empty one or unfinished drafts in it."""
+    if folder.exists() and (not folder.is_dir() or any(not each.name.startswith(".") for each in folder.iterdir())):
+        raise InputError(f"{folder}: holds files already; name a new folder")
+
+
+def check_new_file(file: Path) -> None:
+    """InputError when a file to be written is there already, or the folder it is to lie in is not."""
+    if file.exists():
+        raise InputError(f"{file}: is there already; name a new file")
+    if not file.absolute().parent.is_dir():
+        raise InputError(f"{file}: there is no folder {file.absolute().parent}; make it first")
 
 
 def check_disk(folder: Path, needed: int) -> None:
-    """CorpusError when the disk that `folder` is to lie on has less than `needed` bytes left."""
+    """InputError when the disk that `folder` is to lie on has less than `needed` bytes left."""
     there = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
     free = shutil.disk_usage(there).free
     if free < needed:
-        raise CorpusError(
-            f"{folder}: needs {needed / 1e9:.1f} GB of disk, {free / 1e9:.1f} GB are free; choose another"
-        )
+        raise InputError(f"{folder}: needs {needed / 1e9:.1f} GB of disk, {free / 1e9:.1f} GB are free; choose another")
 
 
 def part_files(folder: Path) -> list[Path]:
@@ -144,15 +167,23 @@ def part_files(folder: Path) -> list[Path]:
 
 
 def read_part(file: Path) -> Corpus:
-    """One part. CorpusError when it is damaged."""
+    """One part. InputError when it is damaged."""
     from safetensors.numpy import load_file
 
+    remedy = "remove it and run `specinfer generate` again, which writes it anew"
     try:
-        part = Corpus(**{name: load_file(file)[name] for name in FIELDS})
-    except Exception as error:
-        raise CorpusError(f"{file}: damaged ({error}); remove it and run the same command again") from error
-    if part.offsets[-1] != len(part.tokens) or part.answer_offsets[-1] != len(part.best):
-        raise CorpusError(f"{file}: its arrays do not fit together; remove it and run the same command again")
+        arrays = load_file(file)
+        part = Corpus(**{name: arrays[name] for name in FIELDS})
+    except OSError as error:
+        raise InputError(f"{file}: cannot be read ({error})") from None
+    except Exception as error:  # whatever its damage leads to
+        raise InputError(f"{file}: damaged ({error}); {remedy}") from None
+    lengths = np.diff(part.offsets)
+    fits = part.offsets.ndim == part.first.ndim == 1 and len(lengths) == len(part.first) and part.best.ndim == 2
+    fits = fits and part.offsets[0] == 0 and part.offsets[-1] == len(part.tokens) and (part.tokens >= 0).all()
+    fits = fits and (part.first >= 0).all() and (part.first <= lengths).all() and part.best.shape == part.logprob.shape
+    if not fits or part.answer_offsets[-1] != len(part.best) or not part.best.shape[1]:
+        raise InputError(f"{file}: damaged (its arrays do not fit together); {remedy}")
     return part
 
 

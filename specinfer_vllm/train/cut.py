@@ -6,16 +6,17 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from specinfer_vllm.propose.draft_vocab import FILE as DRAFT_VOCAB
-from specinfer_vllm.train.corpus import check_disk, check_new
+from specinfer_vllm.train.corpus import InputError, check_disk, check_new, read_json
 
-# Files of the LLM's folder that describe its weights, not its texts.
-NOT_COPIED = {"config.json", "model.safetensors.index.json", "manifest.json", DRAFT_VOCAB}
+TEXTS = {".json", ".txt", ".model", ".jinja", ".tiktoken"}  # tokenizer and templates, not weights of whatever kind
+NOT_COPIED = {"config.json", "manifest.json", "tuning.json"}
 
 
 def cut(llm: Path, layers: Sequence[int], out: Path, draft_vocab: np.ndarray | None = None) -> None:
@@ -23,55 +24,100 @@ def cut(llm: Path, layers: Sequence[int], out: Path, draft_vocab: np.ndarray | N
 
     llm           folder with safetensors weights, of a model whose layers are called `layers.0`, `layers.1`, ..
     draft_vocab   rising token ids [narrow] that the SSM's head is narrowed to when it drafts; None = all
-    Raises ValueError for layers the LLM lacks, a folder without weights, or an `out` that holds something.
+    Raises InputError for layers the LLM lacks, a folder without weights, or an `out` that holds something.
     """
     check_layers(llm, layers)
     check_new(out)
     check_disk(out, sum(file.stat().st_size for file in llm.glob("*.safetensors")))
-    out.mkdir(parents=True, exist_ok=True)
-    _save_weights(llm, layers, out)
-    config = json.loads((llm / "config.json").read_text())
+    config = read_json(llm / "config.json")
+    if draft_vocab is not None and draft_vocab.max() >= config.get("vocab_size", 0):
+        raise InputError(f"--corpus: holds token {draft_vocab.max()}, unknown to {llm}; use a corpus of its own")
     config["num_hidden_layers"] = len(layers)
-    if config.get("layer_types"):
-        config["layer_types"] = [config["layer_types"][layer] for layer in layers]
-    for file in llm.iterdir():
-        if file.is_file() and file.suffix != ".safetensors" and file.name not in NOT_COPIED:
-            shutil.copy(file, out)
+    kinds = config.get("layer_types")
+    if kinds:
+        if len(kinds) <= max(layers):
+            raise InputError(f"{llm}: config.json names the kind of {len(kinds)} layers only")
+        config["layer_types"] = [kinds[layer] for layer in layers]
+    weights = _cut_weights(llm, layers)
+    out.mkdir(parents=True, exist_ok=True)
+    save_weights(weights, out)
+    copy_texts(llm, out)
     if draft_vocab is not None:
         np.save(out / DRAFT_VOCAB, np.asarray(draft_vocab, np.int32))
     # Last: a folder without it is no model, whatever stopped the work.
     (out / "config.json").write_text(json.dumps(config, indent=2))
 
 
+def copy_texts(folder: Path, out: Path) -> None:
+    """Copy what a model's folder holds beside weights and configuration: tokenizer and templates."""
+    for file in folder.iterdir():
+        is_index = file.name.endswith(".index.json")
+        if file.is_file() and file.suffix in TEXTS and file.name not in NOT_COPIED and not is_index:
+            shutil.copy(file, out)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a model: those of its index, or all that are called model..., or all."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        return sorted({folder / name for name in read_json(index).get("weight_map", {}).values()})
+    return sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("*.safetensors"))
+
+
+def read_weights(folder: Path, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, Any]:
+    """The weights of a model by name, of those wanted only. InputError for a file that is damaged or missing."""
+    from safetensors import SafetensorError, safe_open
+
+    found = {}
+    for file in weight_files(folder):
+        try:
+            with safe_open(file, "pt") as source:
+                found |= {name: source.get_tensor(name) for name in source.keys() if wanted(name)}  # noqa: SIM118
+        except (SafetensorError, OSError) as error:
+            raise InputError(f"{file}: cannot be read ({error})") from None
+    return found
+
+
+def save_weights(weights: dict[str, Any], out: Path) -> None:
+    """The weights as transformers and vLLM read them."""
+    from safetensors.torch import save_file
+
+    save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
+
+
 def check_layers(llm: Path, layers: Sequence[int]) -> None:
-    """ValueError for layers the LLM lacks, or a folder that is no model with safetensors weights."""
+    """InputError for layers the LLM lacks, or a folder that is no model with safetensors weights."""
     count = num_layers(llm)
     wrong = [layer for layer in layers if not 0 <= layer < count]
     if wrong or not layers:
-        raise ValueError(f"layers={list(layers)}: {llm} has the layers 0..{count - 1}; name one or more of these")
+        raise InputError(f"layers={list(layers)}: {llm} has the layers 0..{count - 1}; name one or more of these")
+
+
+def check_model(folder: Path) -> None:
+    """InputError for a folder that is no model with safetensors weights; nothing is looked up elsewhere."""
+    if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
+        raise InputError(f"{folder}: is no folder of a model with config.json and *.safetensors")
 
 
 def num_layers(llm: Path) -> int:
-    """Layers of the model in a folder. ValueError when it is no plain text decoder with safetensors weights."""
-    if not (llm / "config.json").is_file() or not any(llm.glob("*.safetensors")):
-        raise ValueError(f"{llm}: must be the folder of a model with config.json and *.safetensors")
-    count = json.loads((llm / "config.json").read_text()).get("num_hidden_layers")
+    """Layers of the model in a folder. InputError when it is no plain text decoder with safetensors weights."""
+    check_model(llm)
+    count = read_json(llm / "config.json").get("num_hidden_layers")
     if not isinstance(count, int):
-        raise ValueError(f"{llm}: config.json has no num_hidden_layers; only plain text decoders can be cut")
+        raise InputError(f"{llm}: config.json has no num_hidden_layers; models whose layers are `layers.N` can be cut")
     return count
 
 
-def _save_weights(llm: Path, layers: Sequence[int], out: Path) -> None:
-    from safetensors import safe_open
-    from safetensors.torch import save_file
-
+def _cut_weights(llm: Path, layers: Sequence[int]) -> dict[str, Any]:
+    """The weights of the cut model. InputError when a layer is not found under the name `layers.N`."""
     weights = {}
-    for file in sorted(llm.glob("*.safetensors")):
-        with safe_open(file, "pt") as source:
-            for name in source.keys():  # not a dict
-                for renamed in _renamed(name, layers):
-                    weights[renamed] = source.get_tensor(name).clone()
-    save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
+    for name, weight in read_weights(llm, lambda name: bool(_renamed(name, layers))).items():
+        for renamed in _renamed(name, layers):
+            weights[renamed] = weight.clone()
+    for place, layer in enumerate(layers):
+        if not any(f"layers.{place}." in name for name in weights):
+            raise InputError(f"{llm}: has no weights called layers.{layer}; only layers called `layers.N` can be cut")
+    return weights
 
 
 def _renamed(name: str, layers: Sequence[int]) -> list[str]:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from specinfer_vllm.train.corpus import Corpus, CorpusError, CorpusWriter
+from specinfer_vllm.train.corpus import Corpus, CorpusWriter, InputError
 
 MARK = "\x00question\x00"
 MIN_QUESTION = 4  # tokens; shorter ones are what a sampled end of turn leaves
@@ -53,17 +53,21 @@ class Recipe:
 def read_prompts(file: Path) -> list[str]:
     """The prompts of a text file, one per line, or of a .jsonl file of strings or objects with "prompt" or "text".
 
-    Raises CorpusError that names the line at fault.
+    Raises InputError that names the line at fault.
     """
     if not file.is_file():
-        raise CorpusError(f"--prompts {file}: no such file")
+        raise InputError(f"--prompts {file}: no such file")
     prompts = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(f"--prompts {file}: is no UTF-8 text ({error})") from None
+    for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         prompts.append(_prompt(line, f"--prompts {file}, line {number}") if file.suffix == ".jsonl" else line.strip())
     if not prompts:
-        raise CorpusError(f"--prompts {file}: is empty")
+        raise InputError(f"--prompts {file}: is empty")
     return prompts
 
 
@@ -71,11 +75,11 @@ def _prompt(line: str, where: str) -> str:
     try:
         value = json.loads(line)
     except ValueError as error:
-        raise CorpusError(f"{where}: is no JSON ({error})") from None
+        raise InputError(f"{where}: is no JSON ({error})") from None
     if isinstance(value, dict):
         value = value.get("prompt", value.get("text"))
     if not isinstance(value, str) or not value.strip():
-        raise CorpusError(f'{where}: must be a string, or an object with a string "prompt" or "text"')
+        raise InputError(f'{where}: must be a string, or an object with a string "prompt" or "text"')
     return value
 
 
@@ -95,16 +99,14 @@ def generate(llm: Any, recipe: Recipe, out: Path, prompts: Sequence[str] = ()) -
 
     writer = CorpusWriter(out, recipe.as_dict())
     total = -(-recipe.samples // recipe.batch)
-    with tqdm(total=total, initial=min(writer.num_parts, total), unit="part", desc="generate") as bar:
-        while writer.num_parts < total:
-            seeds = [_seed(recipe.seed, writer.num_parts, i) for i in range(recipe.batch)]
-            begin = writer.num_parts * recipe.batch
-            asked = [prompts[(begin + i) % len(prompts)] for i in range(recipe.batch)] if prompts else []
-            chats = [_chat(llm, text) for text in asked] if asked else questions(llm, recipe, seeds)
-            part = answered(llm, recipe, chats, seeds[: len(chats)])
-            writer.append(part)
-            bar.set_postfix(tokens=part.num_answers)
-            bar.update()
+    missing = writer.missing(total)
+    for number in tqdm(missing, initial=total - len(missing), total=total, unit="part", desc="generate"):
+        seeds = [_seed(recipe.seed, number, i) for i in range(recipe.batch)]
+        asked = [prompts[(number * recipe.batch + i) % len(prompts)] for i in range(recipe.batch)] if prompts else []
+        chats = [_chat(llm, text) for text in asked] if asked else questions(llm, recipe, seeds)
+        part = answered(llm, recipe, chats, seeds[: len(chats)])
+        writer.write(number, part)
+        tqdm.write(f"part {number}: {part.num_sequences} answers, {part.num_answers} tokens")
     return Corpus.load(out)
 
 
@@ -131,9 +133,13 @@ def turn(tokenizer: Any) -> tuple[list[int], list[int]]:
     """Token ids (before a user's text, between it and the answer) by the chat template; the start token without one."""
     if not tokenizer.chat_template:
         start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+        if start is None:
+            raise InputError("the LLM has neither a chat template nor a token that begins or ends texts")
         return [start], []
     chat = [{"role": "user", "content": MARK}]
     text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    if text.count(MARK) != 1:
+        raise InputError("the LLM's chat template does not keep a user's text as it is; give --prompts to a base model")
     opening, closing = text.split(MARK)
     return (tokenizer.encode(each, add_special_tokens=False) for each in (opening, closing))
 
@@ -153,7 +159,10 @@ def answered(llm: Any, recipe: Recipe, chats: Sequence[list[int]], seeds: Sequen
     from vllm import SamplingParams
 
     limit = llm.llm_engine.vllm_config.model_config.max_model_len - recipe.max_tokens
-    chats, seeds = zip(*[pair for pair in zip(chats, seeds, strict=True) if len(pair[0]) < limit], strict=True)
+    fitting = [(chat, seed) for chat, seed in zip(chats, seeds, strict=True) if len(chat) < limit]
+    if not fitting:  # questions that were too long or too short: the part stays empty, and the run goes on
+        return Corpus.of([], recipe.width)
+    chats, seeds = zip(*fitting, strict=True)
     params = [
         SamplingParams(
             temperature=recipe.temperatures[i % len(recipe.temperatures)],

@@ -7,30 +7,34 @@ and gives the same folder from the same file and LLM.
 
 from __future__ import annotations
 
+import hashlib
 import json
-import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from specinfer_vllm.propose.draft_vocab import FILE as DRAFT_VOCAB
-from specinfer_vllm.train.corpus import check_disk, check_new
-from specinfer_vllm.train.cut import NOT_COPIED, num_layers
+from specinfer_vllm.train.corpus import InputError, check_disk, check_new, check_new_file
+from specinfer_vllm.train.cut import copy_texts, num_layers, read_weights, save_weights
 
 SCALE = ".scale"  # of a matrix' rows, under the matrix' own name with this behind it
 FORMAT = "specinfer SSM, 1"
 
 
 def pack(ssm: Path, llm: Path, file: Path) -> None:
-    """Write the SSM in folder `ssm` to `file`. ValueError when `llm` is not the LLM that it was cut from."""
+    """Write the SSM in folder `ssm` to a new `file`. InputError when `llm` is not the LLM that it was cut from."""
     import torch
     from safetensors.torch import save_file
 
-    mine, theirs = _weights(ssm), _weights(llm)
-    shared = [name for name in mine if _is_shared(name)]
+    check_new_file(file)
+    num_layers(ssm)
+    num_layers(llm)
+    mine, theirs = read_weights(ssm), read_weights(llm, _is_shared)
+    shared = {name: _digest(weight) for name, weight in mine.items() if _is_shared(name)}
     for name in shared:
         if name not in theirs or not torch.equal(mine[name], theirs[name]):
-            raise ValueError(f"{ssm}: its {name} is not that of {llm}; name the LLM it was cut from")
+            raise InputError(f"{ssm}: its {name} is not that of {llm}; name the LLM it was cut from")
     packed = {DRAFT_VOCAB: torch.from_numpy(np.load(ssm / DRAFT_VOCAB))} if (ssm / DRAFT_VOCAB).is_file() else {}
     for name, weight in mine.items():
         if name in shared:
@@ -48,27 +52,14 @@ def pack(ssm: Path, llm: Path, file: Path) -> None:
 def assemble(file: Path, llm: Path, out: Path) -> None:
     """Make the folder `out` that vLLM and transformers load, from a packed SSM and its LLM's folder.
 
-    ValueError for a file that is no packed SSM or another LLM's, or when `out` holds something.
+    InputError for a file that is no packed SSM or another LLM's, or when `out` holds something.
     """
-    from safetensors import SafetensorError, safe_open
-    from safetensors.torch import save_file
-
     num_layers(llm)
     check_new(out)
-    try:
-        with safe_open(file, "pt") as source:
-            about = source.metadata() or {}
-            packed = {name: source.get_tensor(name) for name in source.keys()}  # noqa: SIM118 - not a dict
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{file}: is no packed SSM ({error})") from None
-    if about.get("format") != FORMAT:
-        raise ValueError(f"{file}: is no packed SSM; `specinfer pack` writes them")
-    config, theirs = json.loads(about["config"]), _weights(llm)
-    own = json.loads((llm / "config.json").read_text())
-    for name in ("vocab_size", "hidden_size"):
-        if own.get(name) != config.get(name):
-            raise ValueError(f"{file}: has {name} {config.get(name)}, {llm} has {own.get(name)}; it is another LLM's")
-    weights = {name: theirs[name] for name in json.loads(about["shared"])}
+    packed, config, shared = _read(file)
+    weights = read_weights(llm, shared.__contains__)
+    if shared != {name: _digest(weight) for name, weight in weights.items()}:
+        raise InputError(f"{file}: belongs to an LLM with other embeddings than {llm}; name the one it was packed with")
     check_disk(out, sum(weight.nbytes for weight in weights.values()) + 4 * file.stat().st_size)
     vocab = packed.pop(DRAFT_VOCAB, None)
     for name, weight in packed.items():
@@ -76,21 +67,31 @@ def assemble(file: Path, llm: Path, out: Path) -> None:
             scale = packed.get(name + SCALE)
             weights[name] = weight if scale is None else weight.float() * scale
     out.mkdir(parents=True, exist_ok=True)
-    save_file({name: weight.contiguous() for name, weight in weights.items()}, out / "model.safetensors")
-    for each in llm.iterdir():
-        if each.is_file() and each.suffix != ".safetensors" and each.name not in NOT_COPIED:
-            shutil.copy(each, out)
+    save_weights({name: weight.contiguous() for name, weight in weights.items()}, out)
+    copy_texts(llm, out)
     if vocab is not None:
         np.save(out / DRAFT_VOCAB, vocab.numpy())
-    (out / "config.json").write_text(about["config"])  # last: a folder without it is no model
+    (out / "config.json").write_text(config)  # last: a folder without it is no model
+
+
+def _read(file: Path) -> tuple[dict[str, Any], str, dict[str, str]]:
+    """(weights, configuration, digests of what is the LLM's) of a packed SSM. InputError when it is none."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, "pt") as source:
+            about = source.metadata() or {}
+            packed = {name: source.get_tensor(name) for name in source.keys()}  # noqa: SIM118 - not a dict
+        if about["format"] != FORMAT:
+            raise KeyError("format")
+        return packed, about["config"], json.loads(about["shared"])
+    except (SafetensorError, OSError, KeyError, ValueError) as error:
+        raise InputError(f"{file}: is no packed SSM ({error}); `specinfer pack` writes them") from None
 
 
 def _is_shared(name: str) -> bool:
     return "embed_tokens" in name or name.startswith("lm_head")
 
 
-def _weights(folder: Path) -> dict:
-    from safetensors.torch import load_file
-
-    num_layers(folder)
-    return {name: weight for each in sorted(folder.glob("*.safetensors")) for name, weight in load_file(each).items()}
+def _digest(weight: Any) -> str:
+    return hashlib.sha256(weight.contiguous().view(-1).numpy(force=True).tobytes()).hexdigest()

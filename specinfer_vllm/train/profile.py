@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 
 from specinfer_vllm.train import tune as tuning
-from specinfer_vllm.train.corpus import Corpus, CorpusError
+from specinfer_vllm.train.corpus import Corpus, InputError, read_json
+from specinfer_vllm.train.cut import check_model
 from specinfer_vllm.tree.shape import Ranks
 
 DEEPEST, WIDEST = 8, 16  # levels and children that are counted
@@ -72,20 +73,24 @@ class Profile:
         }
 
     def save(self, file: Path) -> None:
-        """The summary as JSON, and the ranks beside it for `specinfer shape`."""
+        """The summary as JSON, and the ranks beside it for `specinfer shape`; both are new files."""
         np.savez_compressed(file.with_suffix(".npz"), rank=self.rank.astype(np.uint8), offsets=self.offsets)
         file.write_text(json.dumps(self.summary(), indent=1))
 
     @classmethod
     def load(cls, file: Path) -> Profile:
-        """What save wrote. CorpusError when it is missing or damaged."""
+        """What save wrote. InputError when it is missing or damaged."""
         try:
-            summary = json.loads(file.read_text())["ssms"]
+            listed = read_json(file)["ssms"]
+            models, hashes = (tuple(each[name] for each in listed) for name in ("model", "sha256"))
             with np.load(file.with_suffix(".npz"), allow_pickle=False) as arrays:
-                rank, offsets = arrays["rank"].astype(np.int64), arrays["offsets"]
-        except (OSError, ValueError, KeyError) as error:
-            raise CorpusError(f"{file}: is no profile ({error}); make one with `specinfer profile`") from None
-        return cls(tuple(each["model"] for each in summary), tuple(each["sha256"] for each in summary), rank, offsets)
+                rank, offsets = arrays["rank"].astype(np.int64), arrays["offsets"].astype(np.int64)
+            rising = offsets.ndim == 1 and offsets[0] == 0 and (np.diff(offsets) >= 0).all()
+            if rank.ndim != 2 or len(rank) != len(models) or not rising or offsets[-1] != rank.shape[1]:
+                raise ValueError("its arrays do not fit together")
+        except Exception as error:  # whatever its damage leads to
+            raise InputError(f"{file}: is no profile ({error}); make one with `specinfer profile`") from None
+        return cls(models, hashes, rank, offsets)
 
 
 def profile(corpus: Corpus, ssms: Sequence[Path], batch_tokens: int = 4096) -> Profile:
@@ -94,6 +99,9 @@ def profile(corpus: Corpus, ssms: Sequence[Path], batch_tokens: int = 4096) -> P
 
     from specinfer_vllm.bench.cache import sha256
 
+    for ssm in ssms:
+        check_model(ssm)
+        tuning.check_vocabulary(corpus, ssm)
     ranks, hashes = [], []
     for ssm in ssms:
         student = tuning.Student(ssm).eval()

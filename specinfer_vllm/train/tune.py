@@ -23,7 +23,8 @@ import torch
 from specinfer_vllm.bench.cache import sha256
 from specinfer_vllm.propose.draft_vocab import FILE as DRAFT_VOCAB
 from specinfer_vllm.propose.draft_vocab import check_ids
-from specinfer_vllm.train.corpus import Corpus, CorpusError, check_disk, check_new
+from specinfer_vllm.train.corpus import Corpus, InputError, check_disk, check_new, read_json
+from specinfer_vllm.train.cut import check_model, copy_texts
 
 RANKS = 5
 STATE = "tuning.json"
@@ -78,7 +79,8 @@ class Student(torch.nn.Module):
         super().__init__()
         from transformers import AutoModelForCausalLM
 
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        check_model(folder)
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
         head = self.model.get_output_embeddings()
         for module in (head, self.model.get_input_embeddings()):
             module.requires_grad_(False)
@@ -96,6 +98,14 @@ class Student(torch.nn.Module):
         mask = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
         states = self.model.base_model(input_ids=tokens, attention_mask=mask, use_cache=False).last_hidden_state
         return states.flatten(0, 1)[at] @ self.narrow.T
+
+
+def check_vocabulary(corpus: Corpus, folder: Path) -> None:
+    """InputError when the corpus holds tokens that the model in `folder` does not know."""
+    size = read_json(folder / "config.json").get("vocab_size", 0)
+    highest = int(max(corpus.tokens.max(initial=-1), corpus.best.max(initial=-1)))
+    if highest >= size:
+        raise InputError(f"{folder}: knows {size} tokens, the corpus holds token {highest}; use one of its own LLM")
 
 
 @dataclass(frozen=True)
@@ -179,7 +189,7 @@ def split(corpus: Corpus, held_out: float, seed: int) -> tuple[np.ndarray, np.nd
     order = np.random.default_rng(seed).permutation(corpus.num_sequences)
     count = int(np.clip(round(held_out * len(order)), 1, len(order) - 1))
     if len(order) < 2:
-        raise CorpusError("the corpus has a single sequence: nothing could be held out; generate more")
+        raise InputError("the corpus has a single sequence: nothing could be held out; generate more")
     return np.sort(order[count:]), np.sort(order[:count])
 
 
@@ -187,12 +197,22 @@ def boost_tune(
     corpus: Corpus, ssms: Sequence[Path], outs: Sequence[Path], settings: Settings
 ) -> list[list[Acceptance]]:
     """Tune one SSM after the other; each learns where those before it miss. Returns each one's held-out acceptances."""
+    for ssm in ssms:
+        check_model(ssm)
+        check_vocabulary(corpus, ssm)
+    if len({out.resolve() for out in outs}) != len(outs):
+        raise InputError("--out: names a folder twice; give each SSM its own")
+    for out in outs:
+        if not (out / STATE).is_file():
+            check_new(out)
     missed = np.ones(corpus.num_answers, bool)
     histories = []
     for ssm, out in zip(ssms, outs, strict=True):
         history = finished(out, recipe_of(corpus, ssm, settings, missed))
         if history is None:
             history = tune(corpus, ssm, out, settings, missed)[1]
+        for left in leftovers(out):
+            shutil.rmtree(left, ignore_errors=True)
         histories.append(history)
         if len(histories) < len(ssms):
             every = batches(corpus, np.arange(corpus.num_sequences), settings.batch_tokens)
@@ -205,7 +225,8 @@ def recipe_of(corpus: Corpus, ssm: Path, settings: Settings, wanted: np.ndarray 
     """All that decides what comes out of `tune`, in plain JSON types."""
     digest = hashlib.sha256(corpus.tokens.tobytes() + corpus.best.tobytes())
     weights = [sha256(file) for file in sorted(ssm.glob("*.safetensors"))]
-    places = None if wanted is None else hashlib.sha256(np.packbits(wanted).tobytes()).hexdigest()
+    every = np.ones(corpus.num_answers, bool)
+    places = hashlib.sha256(np.packbits(every if wanted is None else wanted).tobytes()).hexdigest()
     named = {"settings": asdict(settings), "corpus": digest.hexdigest(), "ssm": weights, "places": places}
     return json.loads(json.dumps(named))
 
@@ -213,13 +234,18 @@ def recipe_of(corpus: Corpus, ssm: Path, settings: Settings, wanted: np.ndarray 
 def finished(out: Path, recipe: dict[str, Any]) -> list[Acceptance] | None:
     """The held-out acceptances of an SSM that was tuned by just this recipe; None when there is no `out` yet.
 
-    CorpusError when there is another one.
+    InputError when there is another one.
     """
     file = out / STATE
     if file.is_file() and json.loads(file.read_text()).get("recipe") == recipe:
         return read_history(file)
     check_new(out)
     return None
+
+
+def leftovers(out: Path) -> list[Path]:
+    """Where the tuning of `out` keeps its checkpoint, a draft of it, and a draft of the result."""
+    return [out.with_name(f".{out.name}.{kind}") for kind in ("tuning", "tuning.draft", "new")]
 
 
 def read_history(file: Path) -> list[Acceptance]:
@@ -248,6 +274,9 @@ def tune(
     learning, held = split(corpus, settings.held_out, settings.seed)
     train = batches(corpus, learning, settings.batch_tokens, wanted)
     test = batches(corpus, held, settings.batch_tokens)
+    if not train or not test:
+        raise InputError(f"{out}: there are no places to learn from or to hold out; generate a larger corpus")
+    check_vocabulary(corpus, ssm)
     student = Student(ssm)
     learnable = [each for each in student.parameters() if each.requires_grad]
     optimizer = torch.optim.AdamW(
@@ -260,9 +289,14 @@ def tune(
     run = Run(accelerator, student, optimizer, schedule, corpus, settings, recipe, out.with_name(f".{out.name}.tuning"))
     history = run.through(train, test, learnable)
     plain = accelerator.unwrap_model(student)
-    save(plain, ssm, out)
-    plot([each.rates for each in history], out / "tuning.png")
-    write_state(out / STATE, recipe, history, run.step)
+    draft = out.with_name(f".{out.name}.new")
+    shutil.rmtree(draft, ignore_errors=True)
+    save(plain, ssm, draft)
+    plot([each.rates for each in history], draft / "tuning.png")
+    write_state(draft / STATE, recipe, history, run.step)
+    if out.exists():
+        out.rmdir()  # empty: check_new saw to it
+    draft.rename(out)
     run.forget()
     return plain, history
 
@@ -327,6 +361,8 @@ class Run:
             logits = self.student(batch.tokens.to(device), batch.lengths.to(device), batch.at.to(device))
         plain = self.accelerator.unwrap_model(self.student)
         loss = divergence(logits, plain, self.corpus, batch.rows, temperature)
+        if not bool(loss.isfinite()):
+            raise InputError(f"--learning-rate {self.settings.learning_rate}: the loss is no number any more; lower it")
         self.accelerator.backward(loss)
         self.accelerator.clip_grad_norm_(learnable, 1.0)
         self.optimizer.step()
@@ -346,6 +382,7 @@ class Run:
         shutil.rmtree(self.draft, ignore_errors=True)
         self.accelerator.save_state(str(self.draft), safe_serialization=True)
         write_state(self.draft / STATE, self.recipe, self.history, self.step)
+        (self.folder / STATE).unlink(missing_ok=True)  # from here on the draft is the checkpoint
         shutil.rmtree(self.folder, ignore_errors=True)
         self.draft.rename(self.folder)
 
@@ -355,15 +392,16 @@ class Run:
         return self.folder.with_name(f"{self.folder.name}.draft")
 
     def resume(self) -> None:
-        """Go on at the last checkpoint, if there is one. CorpusError when another recipe made it."""
-        if not self.folder.exists() and (self.draft / STATE).is_file():
-            self.draft.rename(self.folder)  # stopped between taking the old one away and this
+        """Go on at the last checkpoint, if there is one. InputError when another recipe made it."""
+        if not (self.folder / STATE).is_file() and (self.draft / STATE).is_file():  # stopped in the middle of `keep`
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self.draft.rename(self.folder)
         file = self.folder / STATE
         if not file.is_file():
             return
         state = json.loads(file.read_text())
         if state["recipe"] != self.recipe:
-            raise CorpusError(
+            raise InputError(
                 f"{self.folder}: an unfinished run with other settings, SSM or corpus; go on with these or remove it"
             )
         self.accelerator.load_state(str(self.folder))
@@ -378,9 +416,9 @@ class Run:
 def save(student: Student, ssm: Path, out: Path) -> None:
     """The tuned SSM as a folder like `ssm`."""
     out.mkdir(parents=True, exist_ok=True)
-    for file in ssm.iterdir():
-        if file.is_file() and file.suffix != ".safetensors" and file.name not in ("config.json", STATE):
-            shutil.copy(file, out)
+    copy_texts(ssm, out)
+    if (ssm / DRAFT_VOCAB).is_file():
+        shutil.copy(ssm / DRAFT_VOCAB, out)
     student.model.save_pretrained(out, safe_serialization=True)
 
 
