@@ -135,7 +135,7 @@ REFUSED = {
     ),
     "fewer nodes than ssms that draw": (
         {"verifier": "mss", "ssms": ["a"] * 5, "num_nodes": 4},
-        "num_nodes: 4 nodes for 5 SSMs .* give at least 5",
+        "num_nodes: 4 nodes for 5 SSMs, .* give at least 5",
     ),
     "unknown proposer": ({"proposers": ["n-gram"]}, "proposers: 'n-gram' is not one of ngram, recycling"),
     "proposer twice": ({"proposers": ["ngram", "ngram"]}, "proposers: .* names a proposer twice"),
