@@ -16,9 +16,10 @@ from specinfer_vllm import cli
 from specinfer_vllm.config import TreeOptions
 from specinfer_vllm.propose.draft_vocab import FILE as DRAFT_VOCAB
 from specinfer_vllm.train import tune as tuning
-from specinfer_vllm.train.corpus import Corpus, CorpusWriter, InputError, frequent_tokens, part_files
+from specinfer_vllm.train.corpus import Corpus, CorpusWriter, frequent_tokens, part_files
 from specinfer_vllm.train.cut import cut
 from specinfer_vllm.train.generate import read_prompts
+from specinfer_vllm.train.inputs import InputError
 from specinfer_vllm.train.pack import assemble, pack
 from specinfer_vllm.train.profile import Profile
 from specinfer_vllm.train.tune import Acceptance, Run, Settings, Student, batches, boost_tune, divergence, split, tune
@@ -279,7 +280,7 @@ def test_a_boost_that_was_stopped_goes_on_with_the_ssm_it_was_at(ssm, corpus, tm
     original = Run.one
 
     def stops(self, batch, learnable, bar):
-        if "stopped1" in self.folder.name and self.step == 4:
+        if self.out.name == "stopped1" and self.step == 4:
             raise KeyboardInterrupt
         original(self, batch, learnable, bar)
 
@@ -301,7 +302,7 @@ def test_a_checkpoint_survives_being_replaced(ssm, corpus, tmp_path, monkeypatch
     original = Path.rename
 
     def stops(self, target):
-        if self.name.endswith(".draft"):
+        if self.name.endswith(f".{tuning.DRAFT}"):
             raise KeyboardInterrupt
         return original(self, target)
 

@@ -43,6 +43,7 @@ from specinfer_vllm.triton_kernels.tree_attention import (
     LOG2_E,
     _check_requests,
     _dot,
+    _extent,
     _first_key,
     _head_stride,
     _merge,
@@ -110,12 +111,9 @@ def _attend_latent(
     split = tl.program_id(0) // tiles
     request = tl.program_id(1)
 
-    first_row = tl.load(query_start + request)
-    rows = tl.load(query_start + request + 1) - first_row
+    first_row, rows, prefix, keys = _extent(query_start, tree_start, prefix_len, request)
     if tile * BLOCK_ROWS >= rows * HEADS:
         return
-    prefix = tl.load(prefix_len + request)
-    keys = prefix + tl.load(tree_start + request + 1) - tl.load(tree_start + request)
     first = _first_key(prefix, keys, rows, 0, False, CAUSAL, BLOCK_KEYS)
     span = _tiles_per_split(first, keys, splits, BLOCK_KEYS) * BLOCK_KEYS
     start = first + split * span

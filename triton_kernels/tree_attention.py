@@ -58,6 +58,16 @@ def _first_key(prefix, keys, rows, window, HAS_WINDOW: tl.constexpr, CAUSAL: tl.
 
 
 @triton.jit
+def _extent(query_start, tree_start, prefix_len, request):
+    """A request's first row, rows, committed tokens and keys."""
+    first_row = tl.load(query_start + request)
+    rows = tl.load(query_start + request + 1) - first_row
+    prefix = tl.load(prefix_len + request)
+    keys = prefix + tl.load(tree_start + request + 1) - tl.load(tree_start + request)
+    return first_row, rows, prefix, keys
+
+
+@triton.jit
 def _tiles_per_split(first, keys, splits, BLOCK_KEYS: tl.constexpr):
     """Tiles of keys per split, at least 1; both stages must agree on it."""
     return tl.maximum(tl.cdiv(tl.cdiv(keys - first, BLOCK_KEYS), splits), 1)
@@ -177,12 +187,9 @@ def _attend(
     kv_head = tl.program_id(1)
     request = tl.program_id(2)
 
-    first_row = tl.load(query_start + request)
-    rows = tl.load(query_start + request + 1) - first_row
+    first_row, rows, prefix, keys = _extent(query_start, tree_start, prefix_len, request)
     if tile * BLOCK_ROWS >= rows * GROUP:
         return
-    prefix = tl.load(prefix_len + request)
-    keys = prefix + tl.load(tree_start + request + 1) - tl.load(tree_start + request)
     first = _first_key(prefix, keys, rows, window, HAS_WINDOW, CAUSAL, BLOCK_KEYS)
     span = _tiles_per_split(first, keys, splits, BLOCK_KEYS) * BLOCK_KEYS
     start = first + split * span
@@ -330,12 +337,9 @@ def _merge_splits(
     node = tl.program_id(0) // HEADS
     head = tl.program_id(0) % HEADS
     request = tl.program_id(1)
-    first_row = tl.load(query_start + request)
-    rows = tl.load(query_start + request + 1) - first_row
+    first_row, rows, prefix, keys = _extent(query_start, tree_start, prefix_len, request)
     if node >= rows:
         return
-    prefix = tl.load(prefix_len + request)
-    keys = prefix + tl.load(tree_start + request + 1) - tl.load(tree_start + request)
     first = _first_key(prefix, keys, rows, window, HAS_WINDOW, CAUSAL, BLOCK_KEYS)
     span = _tiles_per_split(first, keys, splits, BLOCK_KEYS) * BLOCK_KEYS
     live = tl.maximum(tl.cdiv(keys - first, span), 1)  # later splits wrote nothing

@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from specinfer_vllm.whole_file import whole_file
+
 AT_ONCE = 20
 
 
@@ -62,9 +64,9 @@ class Recording:
 
     def save(self, path: Path, recipe: str = "") -> None:
         """Write to a compressed .npz, in one piece."""
-        draft = path.with_name(f".{os.getpid()}-{path.name}")
-        np.savez_compressed(draft, recipe=recipe, **{each.name: getattr(self, each.name) for each in fields(self)})
-        draft.replace(path)
+        arrays = {each.name: getattr(self, each.name) for each in fields(self)}
+        with whole_file(path) as draft, draft.open("wb") as file:  # a file, since numpy would add .npz to a name
+            np.savez_compressed(file, recipe=recipe, **arrays)
 
     @classmethod
     def load(cls, path: Path) -> Recording:

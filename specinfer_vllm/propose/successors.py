@@ -8,7 +8,6 @@ request it belongs to, so that nobody else's rows are found.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +16,7 @@ import numpy as np
 
 from specinfer_vllm.propose.primer import CONTEXT, read_primer
 from specinfer_vllm.propose.proposer import Observation
+from specinfer_vllm.whole_file import whole_file
 
 NOBODY = 0  # owner of rows that every request may read
 UNIT = 255  # a probability of 1
@@ -104,8 +104,7 @@ class SuccessorRows:
         """Write the rows to a compressed .npz, oldest first, without their owners; under its name in one piece."""
         start = max(0, int(self.rows.written[0]) - len(self.rows.owner))
         order = np.arange(start, int(self.rows.written[0])) % len(self.rows.owner)
-        draft = path.with_name(f".{path.name}.{os.getpid()}")
-        with draft.open("wb") as file:  # a file, since numpy would add .npz to a name
+        with whole_file(path) as draft, draft.open("wb") as file:  # a file, since numpy would add .npz to a name
             np.savez_compressed(
                 file,
                 vocab_size=self.vocab_size,
@@ -113,7 +112,6 @@ class SuccessorRows:
                 successors=self.rows.successors[order],
                 probabilities=self.rows.probabilities[order],
             )
-        draft.replace(path)
 
     @classmethod
     def load(cls, path: Path, vocab_size: int, max_rows: int | None = None) -> SuccessorRows:

@@ -8,7 +8,6 @@ import hashlib
 import json
 import math
 from collections.abc import Callable
-from contextlib import suppress
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -102,8 +101,8 @@ def generate(given: argparse.Namespace) -> int:
         seed=given.seed,
         prompts=hashlib.sha256(given.prompts.read_bytes()).hexdigest() if given.prompts else "",
     )
-    CorpusWriter(given.out, recipe.as_dict())  # says what is wrong with the folder before an engine starts
-    corpus = generate(serving(given.llm, given.batch, given.max_model_len, given.dtype), recipe, given.out, prompts)
+    writer = CorpusWriter(given.out, recipe.as_dict())  # says what is wrong with the folder before an engine starts
+    corpus = generate(serving(given.llm, given.batch, given.max_model_len, given.dtype), recipe, writer, prompts)
     print(f"{given.out}: {corpus.num_sequences} answers, {corpus.num_answers} tokens")
     return 0
 
@@ -163,7 +162,8 @@ def add_profile(commands: Any) -> None:
 def profile(given: argparse.Namespace) -> int:
     """Write the profile with its plot and print the acceptances."""
     from specinfer_vllm.train import profile as profiling
-    from specinfer_vllm.train.corpus import Corpus, check_new_file
+    from specinfer_vllm.train.corpus import Corpus
+    from specinfer_vllm.train.inputs import check_new_file
 
     if given.out.suffix != ".json":
         return failed(f"--out {given.out}: give a name that ends in .json")
@@ -179,8 +179,7 @@ def profile(given: argparse.Namespace) -> int:
         for group in groups
     ]
     print_table(f"{found.rank.shape[1]} places", ("SSM", *(f"top-{width}" for width in shown)), rows)
-    with suppress(ImportError):
-        profiling.plot(found, given.out.with_suffix(".png"))
+    profiling.plot(found, given.out.with_suffix(".png"))
     return 0
 
 
@@ -198,7 +197,7 @@ def add_shape(commands: Any) -> None:
 
 def shape(given: argparse.Namespace) -> int:
     """Search, print, and write a configuration."""
-    from specinfer_vllm.train.corpus import check_new_file
+    from specinfer_vllm.train.inputs import check_new_file
     from specinfer_vllm.train.profile import Profile
     from specinfer_vllm.tree.shape import best_expansion
 

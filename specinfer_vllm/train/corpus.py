@@ -13,8 +13,6 @@ logprob    [answers, width] float32     log of their probabilities at temperatur
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,12 +20,11 @@ from typing import Any
 
 import numpy as np
 
+from specinfer_vllm.train.inputs import InputError, check_new, read_json
+from specinfer_vllm.whole_file import whole_file
+
 MANIFEST = "corpus.json"
 FIELDS = {"offsets": np.int64, "tokens": np.int32, "first": np.int64, "best": np.int32, "logprob": np.float32}
-
-
-class InputError(ValueError):
-    """A file, folder or option that cannot be used; the message names it and says what to do."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +108,7 @@ class CorpusWriter:
         else:
             check_new(folder)
             folder.mkdir(parents=True, exist_ok=True)
-            _replace(manifest, json.dumps(recipe, indent=1).encode())
+            _write(manifest, json.dumps(recipe, indent=1).encode())
 
     def missing(self, parts: int) -> list[int]:
         """Numbers below `parts` of those that are not there."""
@@ -122,43 +119,10 @@ class CorpusWriter:
         from safetensors.numpy import save
 
         arrays = {name: np.ascontiguousarray(getattr(part, name), dtype) for name, dtype in FIELDS.items()}
-        _replace(self._file(number), save(arrays))
+        _write(self._file(number), save(arrays))
 
     def _file(self, number: int) -> Path:
         return self.folder / f"part-{number:05d}.safetensors"
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """An object in a JSON file. InputError when it is none."""
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise InputError(f"{file}: is no JSON ({error})") from None
-    if not isinstance(value, dict):
-        raise InputError(f"{file}: is no JSON object")
-    return value
-
-
-def check_new(folder: Path) -> None:
-    """InputError when a folder to be written is there already, but for an empty one or unfinished drafts in it."""
-    if folder.exists() and (not folder.is_dir() or any(not each.name.startswith(".") for each in folder.iterdir())):
-        raise InputError(f"{folder}: holds files already; name a new folder")
-
-
-def check_new_file(file: Path) -> None:
-    """InputError when a file to be written is there already, or the folder it is to lie in is not."""
-    if file.exists():
-        raise InputError(f"{file}: is there already; name a new file")
-    if not file.absolute().parent.is_dir():
-        raise InputError(f"{file}: there is no folder {file.absolute().parent}; make it first")
-
-
-def check_disk(folder: Path, needed: int) -> None:
-    """InputError when the disk that `folder` is to lie on has less than `needed` bytes left."""
-    there = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
-    free = shutil.disk_usage(there).free
-    if free < needed:
-        raise InputError(f"{folder}: needs {needed / 1e9:.1f} GB of disk, {free / 1e9:.1f} GB are free; choose another")
 
 
 def part_files(folder: Path) -> list[Path]:
@@ -191,7 +155,6 @@ def _differing(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     return [name for name in sorted({*old, *new}) if old.get(name) != new.get(name)]
 
 
-def _replace(file: Path, content: bytes) -> None:
-    draft = file.with_name(f".{file.name}.{os.getpid()}")
-    draft.write_bytes(content)
-    draft.replace(file)
+def _write(file: Path, content: bytes) -> None:
+    with whole_file(file) as draft:
+        draft.write_bytes(content)

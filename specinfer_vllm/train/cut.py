@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from specinfer_vllm.bench.cache import sha256
 from specinfer_vllm.propose.draft_vocab import FILE as DRAFT_VOCAB
-from specinfer_vllm.train.corpus import InputError, check_disk, check_new, read_json
+from specinfer_vllm.train.inputs import InputError, check_disk, check_new, read_json
 
 TEXTS = {".json", ".txt", ".model", ".jinja", ".tiktoken"}  # tokenizer and templates, not weights of whatever kind
 NOT_COPIED = {"config.json", "manifest.json", "tuning.json"}
@@ -62,6 +63,11 @@ def weight_files(folder: Path) -> list[Path]:
     if index.is_file():
         return sorted({folder / name for name in read_json(index).get("weight_map", {}).values()})
     return sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("*.safetensors"))
+
+
+def weight_hashes(folder: Path) -> list[str]:
+    """SHA-256 of each of a model's weight files."""
+    return [sha256(file) for file in weight_files(folder)]
 
 
 def read_weights(folder: Path, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, Any]:

@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from specinfer_vllm.train.corpus import Corpus, CorpusWriter, InputError
+from specinfer_vllm.train.corpus import Corpus, CorpusWriter
+from specinfer_vllm.train.inputs import InputError
 
 MARK = "\x00question\x00"
 MIN_QUESTION = 4  # tokens; shorter ones are what a sampled end of turn leaves
@@ -93,21 +94,26 @@ def serving(model: str, batch: int, max_model_len: int, dtype: str) -> Any:
     return LLM(model=model, dtype=dtype, max_model_len=max_model_len, max_num_seqs=batch, enforce_eager=True, seed=0)
 
 
-def generate(llm: Any, recipe: Recipe, out: Path, prompts: Sequence[str] = ()) -> Corpus:
+def generate(llm: Any, recipe: Recipe, writer: CorpusWriter, prompts: Sequence[str] = ()) -> Corpus:
     """Write the parts that are still missing and return the corpus. llm: a vLLM `LLM`; prompts: instead of its own."""
     from tqdm import tqdm
 
-    writer = CorpusWriter(out, recipe.as_dict())
+    tokenizer = llm.get_tokenizer()
+    opening, closing = turn(tokenizer)
+    special = set(tokenizer.all_special_ids)  # no question holds them
     total = -(-recipe.samples // recipe.batch)
     missing = writer.missing(total)
     for number in tqdm(missing, initial=total - len(missing), total=total, unit="part", desc="generate"):
         seeds = [_seed(recipe.seed, number, i) for i in range(recipe.batch)]
         asked = [prompts[(number * recipe.batch + i) % len(prompts)] for i in range(recipe.batch)] if prompts else []
-        chats = [_chat(llm, text) for text in asked] if asked else questions(llm, recipe, seeds)
+        texts = [tokenizer.encode(text, add_special_tokens=False) for text in asked]
+        if not prompts:
+            texts = questions(llm, recipe, opening, special, seeds)
+        chats = [[*opening, *text, *closing] for text in texts]
         part = answered(llm, recipe, chats, seeds[: len(chats)])
         writer.write(number, part)
         tqdm.write(f"part {number}: {part.num_sequences} answers, {part.num_answers} tokens")
-    return Corpus.load(out)
+    return Corpus.load(writer.folder)
 
 
 def _seed(*numbers: int) -> int:
@@ -115,18 +121,16 @@ def _seed(*numbers: int) -> int:
     return int.from_bytes(hashlib.sha256(repr(numbers).encode()).digest()[:7], "little")
 
 
-def questions(llm: Any, recipe: Recipe, seeds: Sequence[int]) -> list[list[int]]:
-    """Prompts that the LLM thinks up: token ids up to where the answer begins."""
+def questions(llm: Any, recipe: Recipe, opening: list[int], special: set[int], seeds: Sequence[int]) -> list[list[int]]:
+    """What the LLM would ask: token ids behind `opening`, without `special` ones."""
     from vllm import SamplingParams
 
-    tokenizer = llm.get_tokenizer()
-    opening, closing = turn(tokenizer)
     params = [
         SamplingParams(temperature=1.0, top_p=0.99, max_tokens=recipe.question_tokens, seed=seed) for seed in seeds
     ]
     outputs = llm.generate([{"prompt_token_ids": opening}] * len(params), params, use_tqdm=False)
-    written = [[token for token in each.outputs[0].token_ids if token not in _ends(tokenizer)] for each in outputs]
-    return [[*opening, *question, *closing] for question in written if len(question) >= MIN_QUESTION]
+    written = [[token for token in each.outputs[0].token_ids if token not in special] for each in outputs]
+    return [question for question in written if len(question) >= MIN_QUESTION]
 
 
 def turn(tokenizer: Any) -> tuple[list[int], list[int]]:
@@ -142,16 +146,6 @@ def turn(tokenizer: Any) -> tuple[list[int], list[int]]:
         raise InputError("the LLM's chat template does not keep a user's text as it is; give --prompts to a base model")
     opening, closing = text.split(MARK)
     return (tokenizer.encode(each, add_special_tokens=False) for each in (opening, closing))
-
-
-def _ends(tokenizer: Any) -> set[int]:
-    """Special tokens, which no question holds."""
-    return set(tokenizer.all_special_ids)
-
-
-def _chat(llm: Any, text: str) -> list[int]:
-    opening, closing = turn(llm.get_tokenizer())
-    return [*opening, *llm.get_tokenizer().encode(text, add_special_tokens=False), *closing]
 
 
 def answered(llm: Any, recipe: Recipe, chats: Sequence[list[int]], seeds: Sequence[int]) -> Corpus:

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from specinfer_vllm.propose.draft_vocab import FILE as DRAFT_VOCAB
-from specinfer_vllm.train.corpus import InputError, check_disk, check_new, check_new_file
 from specinfer_vllm.train.cut import copy_texts, num_layers, read_weights, save_weights
+from specinfer_vllm.train.inputs import InputError, check_disk, check_new, check_new_file
+from specinfer_vllm.whole_file import whole_file
 
 SCALE = ".scale"  # of a matrix' rows, under the matrix' own name with this behind it
 FORMAT = "specinfer SSM, 1"
@@ -44,9 +45,8 @@ def pack(ssm: Path, llm: Path, file: Path) -> None:
             scale = weight.float().abs().amax(dim=1, keepdim=True).clamp(min=1e-12) / 127
             packed[name], packed[name + SCALE] = (weight.float() / scale).round().to(torch.int8), scale
     about = {"format": FORMAT, "config": (ssm / "config.json").read_text(), "shared": json.dumps(shared)}
-    draft = file.with_name(f".{file.name}.part")
-    save_file(packed, draft, metadata=about)
-    draft.replace(file)
+    with whole_file(file) as draft:
+        save_file(packed, draft, metadata=about)
 
 
 def assemble(file: Path, llm: Path, out: Path) -> None:

@@ -16,9 +16,11 @@ from typing import Any
 
 import numpy as np
 
+from specinfer_vllm.train import curves
 from specinfer_vllm.train import tune as tuning
-from specinfer_vllm.train.corpus import Corpus, InputError, read_json
-from specinfer_vllm.train.cut import check_model
+from specinfer_vllm.train.corpus import Corpus
+from specinfer_vllm.train.cut import weight_hashes
+from specinfer_vllm.train.inputs import InputError, read_json
 from specinfer_vllm.tree.shape import Ranks
 
 DEEPEST, WIDEST = 8, 16  # levels and children that are counted
@@ -97,11 +99,7 @@ def profile(corpus: Corpus, ssms: Sequence[Path], batch_tokens: int = 4096) -> P
     """Ranks of the LLM's token at every place of the corpus' answers."""
     from tqdm import tqdm
 
-    from specinfer_vllm.bench.cache import sha256
-
-    for ssm in ssms:
-        check_model(ssm)
-        tuning.check_vocabulary(corpus, ssm)
+    tuning.check_ssms(ssms, corpus)
     ranks, hashes = [], []
     for ssm in ssms:
         student = tuning.Student(ssm).eval()
@@ -110,20 +108,13 @@ def profile(corpus: Corpus, ssms: Sequence[Path], batch_tokens: int = 4096) -> P
         for batch in tqdm(every, desc=ssm.name, unit="batch"):
             rank[batch.rows] = tuning.ranks(student, corpus, batch, WIDEST)
         ranks.append(rank)
-        hashes.append(",".join(sha256(file) for file in sorted(ssm.glob("*.safetensors"))))
+        hashes.append(",".join(weight_hashes(ssm)))
     return Profile(tuple(map(str, ssms)), tuple(hashes), np.array(ranks), corpus.answer_offsets)
 
 
 def plot(found: Profile, file: Path) -> None:
     """Acceptance by number of children, of each SSM and merged."""
-    from matplotlib.figure import Figure
-
-    axes = (figure := Figure(figsize=(6, 4), layout="constrained")).subplots()
-    widths, every = range(1, WIDEST + 1), range(len(found.ssms))
-    for i in every:
-        axes.plot(widths, [found.coverage([i], width) for width in widths], marker="o", label=Path(found.ssms[i]).name)
-    if len(found.ssms) > 1:
-        axes.plot(widths, [found.coverage(every, width) for width in widths], marker="s", label="merged")
-    axes.set(xlabel="children of each SSM", ylabel="holds the LLM's token", ylim=(0, 1))
-    axes.legend()
-    figure.savefig(file)
+    every, widths = range(len(found.ssms)), range(1, WIDEST + 1)
+    groups = {Path(found.ssms[i]).name: [i] for i in every} | ({"merged": every} if len(every) > 1 else {})
+    shares = {name: [found.coverage(group, width) for width in widths] for name, group in groups.items()}
+    curves.plot(shares, widths, "children of each SSM", "holds the LLM's token", file)

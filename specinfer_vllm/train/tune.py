@@ -20,14 +20,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from specinfer_vllm.bench.cache import sha256
 from specinfer_vllm.propose.draft_vocab import FILE as DRAFT_VOCAB
 from specinfer_vllm.propose.draft_vocab import check_ids
-from specinfer_vllm.train.corpus import Corpus, InputError, check_disk, check_new, read_json
-from specinfer_vllm.train.cut import check_model, copy_texts
+from specinfer_vllm.train.corpus import Corpus
+from specinfer_vllm.train.curves import plot
+from specinfer_vllm.train.cut import check_model, copy_texts, weight_hashes
+from specinfer_vllm.train.inputs import InputError, check_disk, check_new, read_json
 
 RANKS = 5
 STATE = "tuning.json"
+UNFINISHED = CHECKPOINT, DRAFT, RESULT = "tuning", "tuning.draft", "new"
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,6 @@ class Student(torch.nn.Module):
         super().__init__()
         from transformers import AutoModelForCausalLM
 
-        check_model(folder)
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
         head = self.model.get_output_embeddings()
         for module in (head, self.model.get_input_embeddings()):
@@ -100,12 +101,14 @@ class Student(torch.nn.Module):
         return states.flatten(0, 1)[at] @ self.narrow.T
 
 
-def check_vocabulary(corpus: Corpus, folder: Path) -> None:
-    """InputError when the corpus holds tokens that the model in `folder` does not know."""
-    size = read_json(folder / "config.json").get("vocab_size", 0)
+def check_ssms(ssms: Sequence[Path], corpus: Corpus) -> None:
+    """InputError unless every folder is a model that knows all of the corpus' tokens."""
     highest = int(max(corpus.tokens.max(initial=-1), corpus.best.max(initial=-1)))
-    if highest >= size:
-        raise InputError(f"{folder}: knows {size} tokens, the corpus holds token {highest}; use one of its own LLM")
+    for folder in ssms:
+        check_model(folder)
+        size = read_json(folder / "config.json").get("vocab_size", 0)
+        if highest >= size:
+            raise InputError(f"{folder}: knows {size} tokens, the corpus holds token {highest}; use one of its own LLM")
 
 
 @dataclass(frozen=True)
@@ -197,9 +200,7 @@ def boost_tune(
     corpus: Corpus, ssms: Sequence[Path], outs: Sequence[Path], settings: Settings
 ) -> list[list[Acceptance]]:
     """Tune one SSM after the other; each learns where those before it miss. Returns each one's held-out acceptances."""
-    for ssm in ssms:
-        check_model(ssm)
-        check_vocabulary(corpus, ssm)
+    check_ssms(ssms, corpus)
     if len({out.resolve() for out in outs}) != len(outs):
         raise InputError("--out: names a folder twice; give each SSM its own")
     for out in outs:
@@ -208,15 +209,11 @@ def boost_tune(
     missed = np.ones(corpus.num_answers, bool)
     histories = []
     for ssm, out in zip(ssms, outs, strict=True):
-        history = finished(out, recipe_of(corpus, ssm, settings, missed))
-        if history is None:
-            history = tune(corpus, ssm, out, settings, missed)[1]
-        for left in leftovers(out):
-            shutil.rmtree(left, ignore_errors=True)
+        student, history = tune(corpus, ssm, out, settings, missed)
         histories.append(history)
         if len(histories) < len(ssms):
             every = batches(corpus, np.arange(corpus.num_sequences), settings.batch_tokens)
-            _, agreed = acceptance(Student(out), corpus, every)
+            _, agreed = acceptance(student, corpus, every)
             missed[agreed] = False
     return histories
 
@@ -224,10 +221,9 @@ def boost_tune(
 def recipe_of(corpus: Corpus, ssm: Path, settings: Settings, wanted: np.ndarray | None) -> dict[str, Any]:
     """All that decides what comes out of `tune`, in plain JSON types."""
     digest = hashlib.sha256(corpus.tokens.tobytes() + corpus.best.tobytes())
-    weights = [sha256(file) for file in sorted(ssm.glob("*.safetensors"))]
     every = np.ones(corpus.num_answers, bool)
     places = hashlib.sha256(np.packbits(every if wanted is None else wanted).tobytes()).hexdigest()
-    named = {"settings": asdict(settings), "corpus": digest.hexdigest(), "ssm": weights, "places": places}
+    named = {"settings": asdict(settings), "corpus": digest.hexdigest(), "ssm": weight_hashes(ssm), "places": places}
     return json.loads(json.dumps(named))
 
 
@@ -243,9 +239,15 @@ def finished(out: Path, recipe: dict[str, Any]) -> list[Acceptance] | None:
     return None
 
 
-def leftovers(out: Path) -> list[Path]:
-    """Where the tuning of `out` keeps its checkpoint, a draft of it, and a draft of the result."""
-    return [out.with_name(f".{out.name}.{kind}") for kind in ("tuning", "tuning.draft", "new")]
+def beside(out: Path, kind: str) -> Path:
+    """Where the tuning of `out` keeps what is not finished; kind: one of UNFINISHED."""
+    return out.with_name(f".{out.name}.{kind}")
+
+
+def clear(out: Path) -> None:
+    """Remove what a finished run leaves beside `out`."""
+    for kind in UNFINISHED:
+        shutil.rmtree(beside(out, kind), ignore_errors=True)
 
 
 def read_history(file: Path) -> list[Acceptance]:
@@ -262,11 +264,18 @@ def write_state(file: Path, recipe: dict[str, Any], history: Sequence[Acceptance
 def tune(
     corpus: Corpus, ssm: Path, out: Path, settings: Settings, wanted: np.ndarray | None = None
 ) -> tuple[Student, list[Acceptance]]:
-    """Tune the SSM in folder `ssm` and write it to `out`; wanted [answers] bool: the places it learns from."""
+    """Tune the SSM in folder `ssm` and write it to `out`; wanted [answers] bool: the places it learns from.
+
+    Where the same run has finished already, its result. InputError for anything else in `out`.
+    """
     from accelerate import Accelerator
     from accelerate.utils import set_seed
 
-    check_new(out)
+    recipe = recipe_of(corpus, ssm, settings, wanted)
+    history = finished(out, recipe)
+    if history is not None:
+        clear(out)
+        return Student(out), history
     # The tuned weights, and two checkpoints with both moments of the optimiser while one replaces the other.
     check_disk(out, 7 * sum(file.stat().st_size for file in ssm.glob("*.safetensors")))
     set_seed(settings.seed)
@@ -276,7 +285,7 @@ def tune(
     test = batches(corpus, held, settings.batch_tokens)
     if not train or not test:
         raise InputError(f"{out}: there are no places to learn from or to hold out; generate a larger corpus")
-    check_vocabulary(corpus, ssm)
+    check_ssms([ssm], corpus)
     student = Student(ssm)
     learnable = [each for each in student.parameters() if each.requires_grad]
     optimizer = torch.optim.AdamW(
@@ -285,19 +294,19 @@ def tune(
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, _Cosine(settings.epochs * len(train)))
     student, optimizer = accelerator.prepare(student, optimizer)
     accelerator.register_for_checkpointing(schedule)
-    recipe = recipe_of(corpus, ssm, settings, wanted)
-    run = Run(accelerator, student, optimizer, schedule, corpus, settings, recipe, out.with_name(f".{out.name}.tuning"))
+    run = Run(accelerator, student, optimizer, schedule, corpus, settings, recipe, out)
     history = run.through(train, test, learnable)
     plain = accelerator.unwrap_model(student)
-    draft = out.with_name(f".{out.name}.new")
+    draft = beside(out, RESULT)
     shutil.rmtree(draft, ignore_errors=True)
     save(plain, ssm, draft)
-    plot([each.rates for each in history], draft / "tuning.png")
+    curves = {f"top-{rank}": curve for rank, curve in enumerate(zip(*(each.rates for each in history), strict=True), 1)}
+    plot(curves, range(len(history)), "epoch", "held-out acceptance", draft / "tuning.png")
     write_state(draft / STATE, recipe, history, run.step)
     if out.exists():
         out.rmdir()  # empty: check_new saw to it
     draft.rename(out)
-    run.forget()
+    clear(out)
     return plain, history
 
 
@@ -315,7 +324,7 @@ class _Cosine:
 
 @dataclass
 class Run:
-    """One SSM's tuning, with its checkpoints in `folder`."""
+    """The tuning of SSM `out`, with its checkpoints beside it."""
 
     accelerator: Any
     student: Any
@@ -324,7 +333,7 @@ class Run:
     corpus: Corpus
     settings: Settings
     recipe: dict[str, Any]
-    folder: Path
+    out: Path
     step: int = 0
     history: list | None = None
 
@@ -338,7 +347,7 @@ class Run:
             self.history = [acceptance(student, self.corpus, test)[0]]
             tqdm.write(f"untuned: {self.history[0]}")
         total = self.settings.epochs * len(train)
-        with tqdm(total=total, initial=self.step, unit="step", desc=self.folder.name.strip(".")) as bar:
+        with tqdm(total=total, initial=self.step, unit="step", desc=self.out.name) as bar:
             while self.step < total and not self.stale():
                 self.one(train[self.order(len(train))], learnable, bar)
                 if self.step % len(train) == 0:
@@ -387,9 +396,14 @@ class Run:
         self.draft.rename(self.folder)
 
     @property
+    def folder(self) -> Path:
+        """The last checkpoint."""
+        return beside(self.out, CHECKPOINT)
+
+    @property
     def draft(self) -> Path:
         """Where a checkpoint is written."""
-        return self.folder.with_name(f"{self.folder.name}.draft")
+        return beside(self.out, DRAFT)
 
     def resume(self) -> None:
         """Go on at the last checkpoint, if there is one. InputError when another recipe made it."""
@@ -407,11 +421,6 @@ class Run:
         self.accelerator.load_state(str(self.folder))
         self.step, self.history = state["step"], read_history(file)
 
-    def forget(self) -> None:
-        """Remove the checkpoint of a finished run."""
-        shutil.rmtree(self.folder, ignore_errors=True)
-        shutil.rmtree(self.draft, ignore_errors=True)
-
 
 def save(student: Student, ssm: Path, out: Path) -> None:
     """The tuned SSM as a folder like `ssm`."""
@@ -420,20 +429,6 @@ def save(student: Student, ssm: Path, out: Path) -> None:
     if (ssm / DRAFT_VOCAB).is_file():
         shutil.copy(ssm / DRAFT_VOCAB, out)
     student.model.save_pretrained(out, safe_serialization=True)
-
-
-def plot(rates: Sequence[Sequence[float]], file: Path) -> None:
-    """Held-out acceptance [epochs + 1][RANKS] over the epochs; nothing without matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return
-    axes = (figure := Figure(figsize=(6, 4), layout="constrained")).subplots()
-    for rank, curve in enumerate(zip(*rates, strict=True), 1):
-        axes.plot(curve, marker="o", label=f"top-{rank}")
-    axes.set(xlabel="epoch", ylabel="held-out acceptance", ylim=(0, 1))
-    axes.legend()
-    figure.savefig(file)
 
 
 def lines(histories: Sequence[Sequence[Acceptance]]) -> Iterator[str]:

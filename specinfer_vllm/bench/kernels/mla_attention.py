@@ -17,7 +17,7 @@ from functools import partial
 import torch
 
 from specinfer_vllm.bench.kernels import measure
-from specinfer_vllm.bench.kernels.tree_attention import BLOCK_SIZE, TOLERANCE, shuffled_blocks
+from specinfer_vllm.bench.kernels.tree_attention import BLOCK_SIZE, TOLERANCE, attention_error, shuffled_blocks
 from specinfer_vllm.triton_kernels.mla_attention import mla_attention
 from specinfer_vllm.triton_kernels.reference import mla_attention as reference
 from specinfer_vllm.triton_kernels.reference.tree_build import build
@@ -66,13 +66,8 @@ def inputs(
 
 
 def _error(device: torch.device, case: dict[str, object]) -> float:
-    """Relative error of the output, or error of lse, if larger."""
     (arguments,) = inputs(device, **case)
-    shape = arguments["query"].shape[:2]
-    lse, sums = torch.zeros(shape, device=device), torch.zeros(shape, dtype=torch.float64, device=device)
-    made = mla_attention(**arguments, lse=lse)
-    expected = reference.mla_attention(**arguments, lse=sums)
-    return max(measure.relative_error(made, expected), float((lse - sums).abs().max().nan_to_num(nan=torch.inf)))
+    return attention_error(mla_attention, reference.mla_attention, device, **arguments)
 
 
 MIXED = {"contexts": (0, 17, 500, 4096, 2000), "nodes": (1, 16, 33, 64, 0)}

@@ -114,16 +114,17 @@ def shuffled_blocks(lengths: Sequence[int], block_size: int) -> tuple[torch.Tens
     return table, unused
 
 
-def _error(device: torch.device, case: dict[str, object]) -> float:
-    """Relative error of the output, or error of lse, if larger: a logarithm, so its own size says nothing."""
-    arguments = inputs(device, **case)
-    query = arguments["query"]
-    lse = torch.zeros(query.shape[:2], device=device)
-    sums = torch.zeros(query.shape[:2], dtype=torch.float64, device=device)
-    made = tree_attention(**arguments, lse=lse)
-    expected = reference.tree_attention(**arguments, lse=sums)
+def attention_error(attend: measure.Call, expect: measure.Call, device: torch.device, **arguments: object) -> float:
+    """Relative error of a kernel's output to its reference's, or that of lse, if larger: a logarithm has no scale."""
+    shape = arguments["query"].shape[:2]
+    lse, sums = torch.zeros(shape, device=device), torch.zeros(shape, dtype=torch.float64, device=device)
+    made, expected = attend(**arguments, lse=lse), expect(**arguments, lse=sums)
     # max() would lose a NaN.
     return max(measure.relative_error(made, expected), float((lse - sums).abs().max().nan_to_num(nan=torch.inf)))
+
+
+def _error(device: torch.device, case: dict[str, object]) -> float:
+    return attention_error(tree_attention, reference.tree_attention, device, **inputs(device, **case))
 
 
 MIXED = {"contexts": (0, 17, 500, 4096, 2000), "nodes": (1, 16, 33, 64, 0)}
