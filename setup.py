@@ -22,7 +22,7 @@ setup(
     ],
     package_dir={f"specinfer_vllm.{name}": name for name in INSIDE},
     # Compiled on the user's machine, for its CPU.
-    package_data={"specinfer_vllm.attention": ["*.cpp"]},
+    package_data={"specinfer_vllm.attention": ["*.cpp"], "specinfer_vllm": ["ssms/*/*"]},
     entry_points={
         "vllm.general_plugins": ["specinfer = specinfer_vllm.plugin:register"],
         "console_scripts": ["specinfer = specinfer_vllm.cli:main"],

@@ -26,6 +26,7 @@ TYPES = {
     "str": "text",
     "tuple[SsmOptions, ...]": "list",
     "tuple[int, ...]": "list of whole numbers",
+    "tuple[tuple[int, ...], ...]": "list of paths",
     "tuple[str, ...]": "list of text",
 }
 

@@ -6,13 +6,17 @@ Imports nothing heavy: this module is loaded by every process that unpickles a c
 
 from __future__ import annotations
 
+import ast
 import difflib
 import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+from specinfer_vllm.tree.static import StaticTree, num_nodes
 
 METHOD = "tree"
 PROPOSERS = ("ngram", "recycling")
@@ -30,6 +34,7 @@ AUTO, NONE = "auto", "none"
 DEFAULT_NODES = 8
 DEFAULT_DEPTH = 8
 DEFAULT_ROW_COST = 0.05  # measured on CPUs: 0.035 to 0.06 of a pass over one row
+DEFAULT_DRAFT_COST = 0.08  # of an SSM as the workshop makes them
 WHERE = "speculative_config"
 # What users of vLLM's other methods would write: the option of a tree that means the same.
 RENAMED = {
@@ -41,6 +46,7 @@ RENAMED = {
     "num_speculative_tokens": "num_nodes",
     "proposer": "proposers",
     "rejection_sample_method": "verifier",
+    "speculative_token_tree": "tree",
     "ssm": "ssms",
 }
 
@@ -64,7 +70,8 @@ class SsmOptions:
     model: str = option("", "folder or hub id of a decoder model with the LLM's tokenizer; must be given")
     revision: str | None = option(None, "branch, tag or commit of a hub model")
     expansion: tuple[int, ...] | None = option(None, "children per node on each level; the tree's own when not given")
-    width: int = option(4, "nodes kept per level when no expansion is given (EAGLE-2)", "nodes", 1, MAX_WIDTH)
+    tree: tuple[tuple[int, ...], ...] | None = option(None, "its nodes; the tree's own when not given")
+    width: int = option(4, "nodes kept per level when no static tree is given (EAGLE-2)", "nodes", 1, MAX_WIDTH)
 
 
 @dataclass(frozen=True)
@@ -78,11 +85,16 @@ class TreeOptions:
     expansion: tuple[int, ...] | None = option(
         None, "<k1..km>: children per node on each level of an SSM's tree, e.g. [1,1,3,1,1,1,1,1]"
     )
+    tree: tuple[tuple[int, ...], ...] | None = option(
+        None,
+        "instead of an expansion: the nodes of an SSM's tree in any order, each as the ranks among siblings on its "
+        "path, e.g. [[0],[1],[0,0]]",
+    )
     num_nodes: int | None = option(
-        None, f"most nodes of one request's tree; all of the expansions' or {DEFAULT_NODES}", "nodes", 1, MAX_NODES
+        None, f"most nodes of one request's tree; all of the static trees' or {DEFAULT_NODES}", "nodes", 1, MAX_NODES
     )
     depth: int | None = option(
-        None, f"longest path below the root; the expansions' length or {DEFAULT_DEPTH}", "nodes", 1, MAX_DEPTH
+        None, f"longest path below the root; the static trees' depth or {DEFAULT_DEPTH}", "nodes", 1, MAX_DEPTH
     )
     batch_nodes: int | None = option(
         None,
@@ -94,7 +106,15 @@ class TreeOptions:
     row_cost: float | None = option(
         None,
         "time of one more row in an LLM pass; nodes that are not worth theirs are not verified. "
-        f"0 verifies all; default {DEFAULT_ROW_COST}, or 0 with an expansion, which says what to verify",
+        f"0 verifies all; default {DEFAULT_ROW_COST}, or 0 with a static tree, which says what to verify",
+        "passes over one row",
+        0,
+        1,
+    )
+    draft_cost: float | None = option(
+        None,
+        "time of one level of an SSM's drafting; levels that are not worth theirs are not drafted. "
+        f"0 drafts all; default {DEFAULT_DRAFT_COST}, or 0 with a static tree, which says what to draft",
         "passes over one row",
         0,
         1,
@@ -133,8 +153,7 @@ class TreeOptions:
             given["proposers"] = [each.strip() for each in given["proposers"].split(",")]
         if given.get("proposers") is not None:
             given["proposers"] = tuple(entries(given, "proposers"))
-        if given.get("expansion") is not None:
-            given["expansion"] = read_expansion(given["expansion"], f"{WHERE}.expansion")
+        read_shape(given, WHERE)
         if isinstance(given.get("primer"), (str, os.PathLike)):
             given["primer"] = os.path.expanduser(given["primer"])
         options = cls(**given)
@@ -174,21 +193,24 @@ class TreeOptions:
             )
 
     def _check_shape(self) -> None:
-        if self.expansion is not None and not self.ssms:
+        if (name := shape_option(self)) and not self.ssms:
             raise TreeOptionError(
-                f"{WHERE}.expansion: it shapes the trees of SSMs and there is none; give ssms=[...], or num_nodes and "
+                f"{WHERE}.{name}: it shapes the trees of SSMs and there is none; give ssms=[...], or num_nodes and "
                 "depth for draft-free proposers"
             )
-        for i, expansion in enumerate(self.expansions):
-            if expansion is not None and self.depth is not None and self.depth < len(expansion):
+        for i, tree in enumerate(self.static_trees):
+            if tree is None:
+                continue
+            if self.depth is not None and self.depth < tree.depth:
+                name = self.shape_options[i]
                 raise TreeOptionError(
-                    f"{WHERE}.depth: {self.depth} is less than the {len(expansion)} levels of ssms[{i}]'s expansion; "
-                    "shorten the expansion or leave depth out"
+                    f"{WHERE}.depth: {self.depth} is less than the {tree.depth} levels of ssms[{i}]'s {name}; "
+                    f"shorten the {name} or leave depth out"
                 )
-            if expansion is not None and self.ssms[i].width != SsmOptions.width:
+            if self.ssms[i].width != SsmOptions.width:
                 raise TreeOptionError(
-                    f"{WHERE}.ssms[{i}].width: an expansion is given, which says how wide each level is; "
-                    "leave width or the expansion out"
+                    f"{WHERE}.ssms[{i}].width: an expansion or a tree is given, which says how wide each level is; "
+                    "leave one of them out"
                 )
 
     def _check_budget(self) -> None:
@@ -211,6 +233,12 @@ class TreeOptions:
                 f"{WHERE}.branches: it would choose among sampled children, and {self.verifier!r} is exact only when "
                 "all are kept; shape the SSMs' trees by expansion instead, e.g. [1,1,1,1] for a chain"
             )
+        for i, tree in enumerate(self.static_trees):
+            if self.verifier == "top_k_plus_one" and tree is not None and tree.expansion is None:
+                raise TreeOptionError(
+                    f"{WHERE}.verifier: {self.verifier!r} samples each node's last child, and ssms[{i}]'s tree gives "
+                    "nodes of one level different numbers of children; use verifier='naive', or an expansion"
+                )
         if self.batch_nodes is not None:
             raise TreeOptionError(
                 f"{WHERE}.batch_nodes: it would drop sampled children by how many there are, and {self.verifier!r} is "
@@ -239,14 +267,21 @@ class TreeOptions:
         """row_cost, or what it is when it is not given."""
         if self.row_cost is not None:
             return self.row_cost
-        return 0.0 if any(self.expansions) else DEFAULT_ROW_COST
+        return 0.0 if any(self.static_trees) else DEFAULT_ROW_COST
+
+    @property
+    def cost_of_level(self) -> float:
+        """draft_cost, or what it is when it is not given."""
+        if self.draft_cost is not None:
+            return self.draft_cost
+        return 0.0 if any(self.static_trees) else DEFAULT_DRAFT_COST
 
     @property
     def max_depth(self) -> int:
         """Longest path below the root."""
         if self.depth is not None:
             return self.depth
-        return max((len(each) for each in self.expansions if each is not None), default=DEFAULT_DEPTH)
+        return max((tree.depth for tree in self.static_trees if tree), default=DEFAULT_DEPTH)
 
     @property
     def max_nodes(self) -> int:
@@ -258,13 +293,18 @@ class TreeOptions:
         """Most nodes of one request's tree when it is alone."""
         if self.num_nodes is not None:
             return self.num_nodes
-        drawn = sum(expansion_nodes(each) for each in self.expansions if each is not None)
+        drawn = sum(tree.num_nodes for tree in self.static_trees if tree)
         return min(drawn, MAX_NODES) or DEFAULT_NODES
 
+    @cached_property
+    def static_trees(self) -> tuple[StaticTree | None, ...]:
+        """Each SSM's static tree, None where it grows its tree best-first."""
+        return tuple(static_tree(ssm) or static_tree(self) for ssm in self.ssms)
+
     @property
-    def expansions(self) -> tuple[tuple[int, ...] | None, ...]:
-        """Each SSM's expansion, None where it grows its tree best-first."""
-        return tuple(ssm.expansion or self.expansion for ssm in self.ssms)
+    def shape_options(self) -> tuple[str, ...]:
+        """The option that gives each SSM's static tree, '' where it has none."""
+        return tuple(shape_option(ssm) or shape_option(self) for ssm in self.ssms)
 
     @property
     def max_ssm_slots(self) -> int:
@@ -360,27 +400,73 @@ def read_expansion(value: Any, name: str) -> tuple[int, ...]:
         raise TreeOptionError(f"{name}: {value!r} holds something else than whole numbers; write it like [1,1,3,1]")
     if len(widths) > MAX_DEPTH or any(not 1 <= width <= MAX_WIDTH for width in widths):
         raise TreeOptionError(f"{name}: {list(widths)}; 1 to {MAX_DEPTH} levels of 1 to {MAX_WIDTH} children each")
-    if expansion_nodes(widths) > MAX_NODES:
-        raise TreeOptionError(
-            f"{name}: {list(widths)} has {expansion_nodes(widths)} nodes, at most {MAX_NODES}; narrow a level"
-        )
+    if (nodes := num_nodes(widths)) > MAX_NODES:
+        raise TreeOptionError(f"{name}: {list(widths)} has {nodes} nodes, at most {MAX_NODES}; narrow a level")
     return widths
 
 
-def expansion_nodes(expansion: Sequence[int]) -> int:
-    """Nodes below the root of the tree <k1..km>."""
-    total, level = 0, 1
-    for width in expansion:
-        level *= width
-        total += level
-    return total
+def read_tree(value: Any, name: str) -> tuple[tuple[int, ...], ...]:
+    """[[0],[1],[0,0]] or '[(0,), (1,), (0, 0)]' to ((0,), (1,), (0, 0)), level by level. Raises TreeOptionError."""
+    paths = literal(value) if isinstance(value, str) else value
+    if not is_list(paths) or not paths or not all(is_list(path) and path for path in paths):
+        raise TreeOptionError(f"{name}: {value!r} is no list of paths; write it like [[0],[1],[0,0]]")
+    if len(paths) > MAX_NODES:
+        raise TreeOptionError(f"{name}: {len(paths)} nodes, at most {MAX_NODES}; leave some out")
+    for path in paths:
+        if any(isinstance(rank, bool) or not isinstance(rank, int) for rank in path):
+            raise TreeOptionError(
+                f"{name}: {list(path)} holds something else than whole numbers; give the ranks on the path, 0 first"
+            )
+        if len(path) > MAX_DEPTH or any(not 0 <= rank < MAX_WIDTH for rank in path):
+            raise TreeOptionError(
+                f"{name}: {list(path)}; at most {MAX_DEPTH} levels, and ranks from 0 to {MAX_WIDTH - 1}"
+            )
+    try:
+        return tuple(StaticTree.of_paths(paths).paths)
+    except ValueError as error:
+        raise TreeOptionError(f"{name}: {error}") from None
+
+
+def literal(text: str) -> Any:
+    """What a Python literal stands for, None where the text is none."""
+    try:
+        return ast.literal_eval(text.strip())
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return None
+
+
+def is_list(value: Any) -> bool:
+    """Whether the value is a list or a tuple, or what a configuration library has in their place."""
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
+
+
+def read_shape(given: dict[str, Any], name: str) -> None:
+    """Read the expansion or the tree among the options in place. Raises TreeOptionError, also where both are given."""
+    shapes = {"expansion": read_expansion, "tree": read_tree}
+    found = [each for each in shapes if given.get(each) is not None]
+    if len(found) > 1:
+        raise TreeOptionError(f"{name}.tree: expansion is given, too, and both say what is drafted; give one of them")
+    for each in found:
+        given[each] = shapes[each](given[each], f"{name}.{each}")
+
+
+def shape_option(options: TreeOptions | SsmOptions) -> str:
+    """Which option gives a static tree here, '' when none does."""
+    return next((name for name in ("expansion", "tree") if getattr(options, name) is not None), "")
+
+
+def static_tree(options: TreeOptions | SsmOptions) -> StaticTree | None:
+    """The static tree that these options give."""
+    if options.tree is not None:
+        return StaticTree.of_paths(options.tree)
+    return None if options.expansion is None else StaticTree.of_expansion(options.expansion)
 
 
 def ssm_slots(options: TreeOptions, index: int) -> int:
-    """Nodes of one request that SSM `index` reads to draw the level below: every level but the last."""
-    expansion = options.expansions[index]
-    if expansion is not None:
-        return expansion_nodes(expansion[:-1])
+    """Nodes of one request that SSM `index` reads to draw the level below: all that have children."""
+    tree = options.static_trees[index]
+    if tree is not None:
+        return tree.num_read
     return options.ssms[index].width * (options.max_depth - 1)
 
 
@@ -394,8 +480,7 @@ def read_ssm(value: Any, name: str) -> SsmOptions:
         raise TreeOptionError(f"{name}: {value!r} is neither a path nor a dict of options; give one of them")
     given = with_underscores(value, name)
     reject_unknown(SsmOptions, given, name)
-    if given.get("expansion") is not None:
-        given["expansion"] = read_expansion(given["expansion"], f"{name}.expansion")
+    read_shape(given, name)
     if isinstance(given.get("model"), os.PathLike):
         given["model"] = os.fspath(given["model"])
     if not given.get("model"):

@@ -12,11 +12,12 @@ from specinfer_vllm.config import (
     SsmOptions,
     TreeOptionError,
     TreeOptions,
-    expansion_nodes,
     ssm_slots,
 )
+from specinfer_vllm.tree.static import StaticTree, num_nodes
 
 EXPANSION = (1, 1, 3, 1, 1, 1, 1, 1)
+PATHS = ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0))
 
 
 def read(**options) -> TreeOptions:
@@ -53,6 +54,15 @@ def test_a_single_level_may_be_a_number():
     assert read(ssms=["a"], expansion=3).expansion == read(ssms=["a"], expansion="3").expansion == (3,)
 
 
+@pytest.mark.parametrize(
+    "written",
+    [PATHS, list(map(list, reversed(PATHS))), str(list(PATHS)), json.dumps(PATHS), f" {PATHS} "],
+    ids=["tuples", "lists in another order", "as vLLM took it", "JSON text", "tuples as text"],
+)
+def test_a_tree_may_be_written_in_any_order_and_as_text(written):
+    assert read(ssms=["a"], tree=written).tree == read(ssms=[{"model": "a", "tree": written}]).ssms[0].tree == PATHS
+
+
 def test_a_lone_ssm_or_proposer_need_not_stand_in_a_list():
     assert read(ssms="a") == read(ssms=["a"]) == read(ssms={"model": "a"}) == read(ssms=[SsmOptions("a")])
     assert read(ssms=Path("a/b")) == read(ssms="a/b")
@@ -70,6 +80,8 @@ def test_a_home_folder_is_found():
         {},
         {"num_nodes": 64},
         {"ssms": ["a", {"model": "b", "expansion": "1,2", "revision": "main"}], "expansion": EXPANSION},
+        {"ssms": ["a", {"model": "b", "tree": PATHS}], "expansion": "2,1"},
+        {"ssms": ["a"], "tree": PATHS},
         {"ssms": ["a"], "proposers": ["recycling"], "share_recycling": True, "depth": 3, "seed": 7},
     ],
 )
@@ -87,7 +99,7 @@ def test_reading_does_not_change_what_was_given():
 
 def test_the_tree_of_the_paper_has_twenty_nodes_and_eight_levels():
     options = read(ssms=["a"], expansion=list(EXPANSION))
-    assert (options.max_nodes, options.max_depth) == (expansion_nodes(EXPANSION), len(EXPANSION)) == (20, 8)
+    assert (options.max_nodes, options.max_depth) == (num_nodes(EXPANSION), len(EXPANSION)) == (20, 8)
     assert ssm_slots(options, 0) == 17  # the last level is drawn, not read
 
 
@@ -96,6 +108,27 @@ def test_trees_of_several_ssms_need_the_sum_of_their_nodes_and_the_most_of_their
     assert options.max_nodes == 6 + 14
     assert options.max_ssm_slots == 6
     assert options.free_proposers == ()
+
+
+def test_a_static_tree_has_its_own_size_and_reads_what_has_children():
+    options = read(ssms=["a", {"model": "b", "expansion": [2, 2]}], tree=PATHS)
+    assert options.static_trees == (StaticTree.of_paths(PATHS), StaticTree.of_expansion((2, 2)))
+    assert (options.max_nodes, options.max_depth, options.cost_of_row) == (6 + 6, 3, 0)
+    assert (ssm_slots(options, 0), ssm_slots(options, 1)) == (3, 2)
+    assert read(ssms=["a"], tree=PATHS, depth=5, num_nodes=4, row_cost=0.1).max_nodes == 4
+
+
+def test_an_expansion_as_a_tree_asks_for_the_same():
+    tree = StaticTree.of_expansion(EXPANSION)
+    given, drawn = read(ssms=["a"], tree=tree.paths), read(ssms=["a"], expansion=EXPANSION)
+    assert given.static_trees == drawn.static_trees
+    assert (given.max_nodes, given.max_ssm_slots) == (drawn.max_nodes, drawn.max_ssm_slots)
+
+
+@pytest.mark.parametrize("verifier", ["naive", "mss", "without_replacement", "traversal"])
+def test_any_tree_goes_with_verifiers_that_draw_child_after_child(verifier):
+    read(ssms=["a"], tree=PATHS, verifier=verifier)
+    read(ssms=["a"], tree=[[0], [1], [0, 0], [1, 0]], verifier="top_k_plus_one")
 
 
 def test_one_requests_tree_fits_into_the_step_unless_the_user_says_otherwise():
@@ -148,6 +181,48 @@ REFUSED = {
     "too many ssms": ({"ssms": ["a"] * 9}, "ssms: 9 SSMs; give at most 8"),
     "too wide": ({"ssms": [{"model": "a", "width": 65}]}, r"ssms\[0\].width: 65 is out of range"),
     "width beside an expansion": ({"ssms": [{"model": "a", "width": 2, "expansion": [1]}]}, r"ssms\[0\].width: an exp"),
+    "width beside a tree": ({"ssms": [{"model": "a", "width": 2}], "tree": PATHS}, r"ssms\[0\].width: .* or a tree is"),
+    "vllm's tree": ({"speculative_token_tree": "[(0,)]"}, "speculative_token_tree: unknown .* did you mean 'tree'"),
+    "tree without ssm": ({"tree": PATHS}, "tree: it shapes the trees of SSMs and there is none"),
+    "tree and expansion": (
+        {"ssms": ["a"], "tree": PATHS, "expansion": [1]},
+        "tree: expansion is given, too, .* one of",
+    ),
+    "tree and expansion of an ssm": (
+        {"ssms": [{"model": "a", "tree": PATHS, "expansion": [1]}]},
+        r"ssms\[0\].tree: expansion is given, too",
+    ),
+    "tree empty": ({"ssms": ["a"], "tree": []}, r"tree: \[\] is no list of paths; write it like \[\[0\],"),
+    "tree with the root": ({"ssms": ["a"], "tree": [[], [0]]}, r"tree: \[\[\], \[0\]\] is no list of paths"),
+    "tree of numbers": ({"ssms": ["a"], "tree": [0, 1]}, r"tree: \[0, 1\] is no list of paths"),
+    "tree that is a number": ({"ssms": ["a"], "tree": 3}, "tree: 3 is no list of paths"),
+    "tree of words": ({"ssms": ["a"], "tree": "bushy"}, "tree: 'bushy' is no list of paths"),
+    "tree that is code": ({"ssms": ["a"], "tree": "[(0,)] + list('a')"}, "tree: .* is no list of paths"),
+    "tree that does not end": ({"ssms": ["a"], "tree": "[" * 9999}, "tree: .* is no list of paths"),
+    "tree of text": ({"ssms": ["a"], "tree": [["0"]]}, r"tree: \['0'\] holds something else than whole numbers"),
+    "tree of booleans": ({"ssms": ["a"], "tree": [[False]]}, r"tree: \[False\] holds something else"),
+    "tree of fractions": ({"ssms": ["a"], "tree": "[(0.0,)]"}, r"tree: \[0.0\] holds something else"),
+    "tree below zero": ({"ssms": ["a"], "tree": [[0], [-1]]}, r"tree: \[-1\]; at most 64 levels, and ranks from 0 to"),
+    "tree too wide": ({"ssms": ["a"], "tree": [[64]]}, r"tree: \[64\]; at most 64 levels, and ranks from 0 to 63"),
+    "tree too deep": ({"ssms": ["a"], "tree": [[0] * n for n in range(1, 66)]}, "tree: .*; at most 64 levels"),
+    "tree too large": ({"ssms": ["a"], "tree": [[0]] * 1025}, "tree: 1025 nodes, at most 1024"),
+    "tree with a node twice": (
+        {"ssms": ["a"], "tree": [[0], [0, 0], (0, 0)]},
+        r"tree: \[0, 0\] is given 2 times; give each node once",
+    ),
+    "tree without a parent": (
+        {"ssms": [{"model": "a", "tree": [[0], [1, 0]]}]},
+        r"ssms\[0\].tree: \[1, 0\] stands without its parent \[1\]; add \[1\]",
+    ),
+    "tree without an elder sibling": (
+        {"ssms": ["a"], "tree": [[0], [0, 0], [0, 2]]},
+        r"tree: \[0, 2\] stands without its elder sibling \[0, 1\]; add \[0, 1\]",
+    ),
+    "depth below a tree": ({"ssms": ["a"], "tree": PATHS, "depth": 2}, r"depth: 2 is less than the 3 levels .*'s tree"),
+    "a rule that draws the last child": (
+        {"ssms": ["a"], "tree": PATHS, "verifier": "top_k_plus_one"},
+        r"verifier: 'top_k_plus_one' samples .* ssms\[0\]'s tree .*; use verifier='naive', or an expansion",
+    ),
     "expansion without ssm": ({"expansion": [1, 2]}, "expansion: it shapes the trees of SSMs and there is none"),
     "expansion of words": ({"ssms": ["a"], "expansion": "one"}, "expansion: 'one' holds something else"),
     "expansion of fractions": ({"ssms": ["a"], "expansion": [1.5]}, r"expansion: \[1.5\] holds something else"),

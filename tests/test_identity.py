@@ -236,10 +236,15 @@ def test_an_ssm_with_draft_free_proposers(plain, model_path, ssm_path):
     check_ssms(plain, model_path, options, ["ssm0", "ngram", "recycling"])
 
 
-def test_an_ssm_that_is_the_llm_is_always_right(plain, model_path):
+@pytest.mark.parametrize(
+    ("shape", "nodes"),
+    [({"expansion": [1, 1, 2]}, 4), ({"tree": [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 1, 0]]}, 7)],
+    ids=["expansion", "tree"],
+)
+def test_an_ssm_that_is_the_llm_is_always_right(plain, model_path, shape, nodes):
     """Its K/V must be valid after acceptance, chunked prefill, prefix hits and preemption, or it would be refused."""
-    found = check_ssms(plain, model_path, {"ssms": [str(model_path)], "expansion": [1, 1, 2]}, ["ssm0"])
-    assert found.stats["accepted"] >= 0.97 * 3 * found.stats["nodes"] / 4
+    found = check_ssms(plain, model_path, {"ssms": [str(model_path)], **shape}, ["ssm0"])
+    assert found.stats["accepted"] >= 0.97 * 3 * found.stats["nodes"] / nodes
 
 
 def test_a_narrowed_head_drafts_its_vocabulary_only(plain, model_path, tmp_path):

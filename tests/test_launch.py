@@ -109,6 +109,11 @@ def test_a_tree_that_never_fits_is_refused(configure, tree, length, message):
 def test_an_expansion_that_never_fits_is_refused(configure, model_path):
     with pytest.raises(TreeOptionError, match="expansion: a tree of 8 levels never fits max_model_len=9"):
         configure({"ssms": [str(model_path)], "expansion": [1] * 8}, max_model_len=9)
+    paths = [[0] * depth for depth in range(1, 9)]
+    with pytest.raises(TreeOptionError, match=r"\.tree: a tree of 8 levels never fits max_model_len=9"):
+        configure(
+            {"ssms": [str(model_path), {"model": str(model_path), "tree": paths}], "expansion": [1]}, max_model_len=9
+        )
 
 
 def test_the_deepest_tree_that_fits_passes(configure):
@@ -267,6 +272,9 @@ def test_an_ssm_like_the_llm_passes(configure, folder):
     config = configure({"ssms": [folder()], "expansion": [2, 1]})
     assert config.speculative_config.num_speculative_tokens == 4
     assert config.speculative_config.num_lookahead_tokens == 3
+    config = configure({"ssms": [folder("other")], "tree": [[0], [1], [0, 0], [0, 1], [0, 0, 0]]})
+    assert config.speculative_config.num_speculative_tokens == 5
+    assert config.speculative_config.num_lookahead_tokens == 3  # the next root, and two nodes that have children
 
 
 def test_an_ssm_without_a_tokenizer_takes_the_llms(configure, folder):

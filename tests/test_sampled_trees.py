@@ -7,6 +7,7 @@ draft and verify side by side, and the first two tokens they emit are compared w
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
@@ -14,6 +15,8 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from scipy import stats
 
 pytest.importorskip("vllm")
@@ -22,7 +25,8 @@ from specinfer_vllm.engine.step import DraftedTrees  # noqa: E402
 from specinfer_vllm.propose import children as drawing  # noqa: E402
 from specinfer_vllm.propose.ensemble import Ensemble  # noqa: E402
 from specinfer_vllm.propose.proposer import DraftBatch, DraftSampling, Proposer  # noqa: E402
-from specinfer_vllm.propose.ssm import SsmProposer  # noqa: E402
+from specinfer_vllm.propose.ssm import LevelShape, SsmProposer  # noqa: E402
+from specinfer_vllm.tree.static import StaticTree  # noqa: E402
 from specinfer_vllm.tree.topology import TokenTrees, from_arrays, roots  # noqa: E402
 from specinfer_vllm.verify.draws import Draws  # noqa: E402
 from specinfer_vllm.verify.rules import RULES  # noqa: E402
@@ -53,14 +57,17 @@ class Narrow(NamedTuple):
 
 
 class TableSsm(SsmProposer):
-    """An SSM whose hidden state is its last token. ids: its draft vocabulary, None = all tokens."""
+    """An SSM whose hidden state is its last token. ids: its draft vocabulary, None = all tokens.
 
-    def __init__(
-        self, index: int, expansion=None, width: int = 3, depth: int = 2, ssms: int = 1, row_cost=0.0, ids=None
-    ):
-        self.index, self.name, self.expansion, self.max_depth = index, f"ssm{index}", expansion, depth
+    shape: an expansion or a StaticTree, None = best-first.
+    """
+
+    def __init__(self, index: int, shape=None, width: int = 3, depth: int = 2, ssms: int = 1, row_cost=0.0, ids=None):
+        self.index, self.name, self.max_depth, self.num_read = index, f"ssm{index}", depth, 0
+        self.static = LevelShape.of_tree(StaticTree.of_expansion(shape) if isinstance(shape, tuple) else shape)
         self.options = type("Options", (), {"width": width})
         self.row_cost, self.num_ssms, self.num_slots, self.max_len = row_cost, ssms, 0, 1 << 20
+        self.level_cost = 0.08
         self.num_tokens, self.lost = VOCAB, np.zeros(REQUESTS, bool)
         logits = LLM_LOGITS + table(10 + index, 0.8)
         self.model = type("Model", (), {"compute_logits": staticmethod(lambda states: logits[states[:, 0].long()])})
@@ -73,6 +80,10 @@ class TableSsm(SsmProposer):
         return torch.full((REQUESTS, 1), float(ROOT))
 
     def read_level(self, token, ancestors, depth, root, requests) -> torch.Tensor:
+        self.num_read = token.shape[1] + (self.num_read if depth > 1 else 0)
+        assert ancestors.shape == (*token.shape, self.num_read)
+        assert (ancestors.sum(dim=2) == depth).all()
+        assert (self.read_depths(self.num_read, depth, token.shape[1])[-token.shape[1] :] == depth).all()
         return token[:, :, None].float()
 
 
@@ -90,6 +101,9 @@ class Fixed(Proposer):
             parent=np.tile([-1, 0, 1, 0], count),
             score=np.tile(score, count),
         )
+
+
+UNEVEN = StaticTree.of_paths([(0,), (1,), (2,), (0, 0), (0, 1), (2, 0), (0, 0, 0), (0, 1, 0), (0, 1, 1)])
 
 
 def draft_batch(drafting: str, max_nodes: int, seed: int) -> DraftBatch:
@@ -148,6 +162,62 @@ def p_value(
 @pytest.mark.parametrize("expansion", [(2, 2), (1, 1, 1), None], ids=["fork", "chain", "best-first"])
 def test_the_llms_law_comes_out(rule, expansion):
     assert p_value(rule, [TableSsm(0, expansion, depth=3)]) > FALSE_ALARM
+
+
+@pytest.mark.parametrize("rule", ["mss", "without_replacement", "traversal"])
+def test_the_llms_law_comes_out_of_any_static_tree(rule):
+    """A node keeps the first of its level's draws, whichever tokens they are."""
+    assert p_value(rule, [TableSsm(0, UNEVEN)], max_nodes=9) > FALSE_ALARM
+    assert p_value(rule, [TableSsm(0, UNEVEN, ssms=2), TableSsm(1, (2, 1), ssms=2)], max_nodes=8) > FALSE_ALARM
+
+
+def unsampled(requests: int) -> DraftBatch:
+    batch = draft_batch("iid", 64, seed=1)
+    arrays = {name: getattr(batch, name)[:requests] for name in ("slots", "rows", "lengths", "max_depth", "max_nodes")}
+    return DraftBatch(**arrays, history=batch.history, sampling=None)
+
+
+@st.composite
+def trees_within(draw) -> StaticTree:
+    """Of at most 10 nodes, 4 levels and all tokens as children."""
+    nodes = [()]
+    for _ in range(draw(st.integers(1, 10))):
+        parent = draw(st.sampled_from([node for node in nodes if len(node) < 4]))
+        if (rank := sum(node[:-1] == parent for node in nodes[1:])) < VOCAB:
+            nodes.append((*parent, rank))
+    return StaticTree.of_paths(nodes[1:])
+
+
+@given(trees_within())
+@settings(max_examples=20, deadline=None)
+def test_exactly_the_nodes_of_a_static_tree_are_drafted(tree):
+    ssm = TableSsm(0, tree)
+    trees = ssm.propose(unsampled(2))
+    trees.validate()
+    assert trees.num_nodes.tolist() == [tree.num_nodes] * 2
+    assert ssm.num_read == tree.num_read
+    likeliest = ssm.model.compute_logits(torch.arange(VOCAB)[:, None]).argsort(dim=1, descending=True).tolist()
+    for request in range(2):
+        found = set()
+        tokens = trees.tokens[trees.offsets[request] :].tolist()
+        for node in range(1, tree.num_nodes + 1):
+            path = [ROOT, *(tokens[each] for each in trees.path(request, node))]
+            found.add(tuple(likeliest[above].index(token) for above, token in itertools.pairwise(path)))
+        assert found == set(tree.paths)
+
+
+def test_a_static_tree_is_cut_to_the_depth_there_is_room_for():
+    batch = replace(unsampled(3), max_depth=np.array([3, 1, 0], np.int32))
+    trees = TableSsm(0, UNEVEN).propose(batch)
+    assert trees.num_nodes.tolist() == [9, 3, 0]
+
+
+def test_an_expansion_as_paths_drafts_the_same():
+    paths = [(0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1)]
+    batch = draft_batch("without_replacement", 6, seed=2)
+    as_paths, drawn = (TableSsm(0, shape).propose(batch) for shape in (StaticTree.of_paths(paths), (2, 2)))
+    for name in ("offsets", "tokens", "parent", "score", "draw_node", "draw_law"):
+        assert (getattr(as_paths, name) == getattr(drawn, name)).all()
 
 
 @pytest.mark.parametrize("rule", SAMPLED)
@@ -268,3 +338,13 @@ def test_two_ssms_draw_independently():
     other = TableSsm(1, (1,), depth=1)
     other.model = TableSsm(0, (1,)).model
     assert other.propose(draft_batch("iid", 4, seed=5)).tokens.tolist() != trees[0].tokens.tolist()
+
+
+def test_doubtful_levels_are_left_out_of_greedy_trees_only():
+    batch = draft_batch("without_replacement", 40, seed=9)
+    ssm = TableSsm(0, depth=4)
+    ssm.level_cost = 1.0
+    assert ssm.propose(batch).max_depth == 4
+    assert ssm.propose(replace(batch, sampling=None)).max_depth < 4
+    ssm.level_cost = 0.0
+    assert ssm.propose(replace(batch, sampling=None)).max_depth == 4

@@ -17,6 +17,7 @@ from specinfer_vllm.config import TreeOptions
 from specinfer_vllm.propose.draft_vocab import FILE as DRAFT_VOCAB
 from specinfer_vllm.train import tune as tuning
 from specinfer_vllm.train.corpus import Corpus, CorpusWriter, frequent_tokens, part_files
+from specinfer_vllm.train.cost import Cost, points
 from specinfer_vllm.train.cut import cut
 from specinfer_vllm.train.generate import read_prompts
 from specinfer_vllm.train.inputs import InputError
@@ -61,7 +62,7 @@ def corpus_of(seed: int, sequences: int = 60, rule=lambda token: (3 * token + 1)
         for _ in range(count):
             tokens.append(rule(tokens[-1]))
         best = np.array([[token, *((token + np.arange(1, WIDTH)) % VOCAB)] for token in tokens[first:]])
-        made.append((tokens, first, best, np.tile(np.log([0.7, 0.1, 0.1, 0.05]), (count, 1))))
+        made.append((tokens, first, 0.0, best, np.tile(np.log([0.7, 0.1, 0.1, 0.05]), (count, 1))))
     return Corpus.of(made, WIDTH)
 
 
@@ -365,27 +366,110 @@ def test_a_profile_counts_as_the_held_out_acceptance_does(ssm, corpus, tmp_path,
     assert cli.main(command) == 0
     said, written = capsys.readouterr().out, json.loads(out.read_text())
     every = batches(corpus, np.arange(corpus.num_sequences), 256)
-    for name, found in zip("ab", written["ssms"], strict=True):
+    greedy = written["acceptance"][0]
+    assert greedy["temperature"] == 0 and greedy["places"] == corpus.num_answers
+    for name, found in zip("ab", greedy["ssms"], strict=True):
         reached, _ = tuning.acceptance(Student(tmp_path / name), corpus, every)
         assert found["by_rank"][: tuning.RANKS] == pytest.approx(reached.rates)
         assert f"{reached.rates[0]:.3f}" in said
-    assert written["merged_by_rank"][0] >= max(found["by_rank"][0] for found in written["ssms"])
+    assert greedy["merged_by_rank"][0] >= max(found["by_rank"][0] for found in greedy["ssms"])
     assert (tmp_path / "profile.png").is_file()
 
     shape = tmp_path / "shape.json"
     assert cli.main(["shape", str(out), "-o", str(shape), "--nodes", "6", "--depth", "3"]) == 0
     options = TreeOptions.from_value(str(shape))
-    assert options.ssms[0].model == str(tmp_path / "a") and 0 < sum(options.ssms[0].expansion) <= 6
-    assert cli.main(["shape", str(out), "-o", str(shape), "--row-cost", "9"]) == 2
+    assert options.ssms[0].model == str(tmp_path / "a") and 0 < len(options.ssms[0].tree) <= 6
+    assert cli.main(["shape", str(out), "-o", str(shape) + "9", "--row-cost", "9"]) == 2
     assert cli.main(["shape", str(tmp_path / "missing.json")]) == 2
     assert cli.main([*command[:-1], str(tmp_path / "profile.txt")]) == 2
 
 
 def test_depths_are_conditional_on_the_path_above():
-    found = Profile(("a",), ("",), np.array([[0, 0, 3, 0, 0, 0, 9, 0]]), np.array([0, 8]))
+    found = Profile(("a",), ("",), np.array([[0, 0, 3, 0, 0, 0, 9, 0]]), np.array([0, 8]), np.zeros(1))
     accepted = found.ranks(0).accepted([1] * 8)
     assert accepted.tolist() == [2, 1, 0, 3, 2, 1, 0, 0]  # the last place emits nothing behind it
     assert found.by_depth(0, 1)[:3] == pytest.approx([5 / 8, 3 / 5, 1 / 3])
+
+
+def test_sampled_texts_are_counted_by_what_was_drawn(ssm, tmp_path, capsys):
+    tokens, best = [5, 16, 49, 7, 9], [[49, 7], [7, 9], [9, 7]]
+    drawn = [(tokens, 2, heat, np.array(best), np.log([[0.6, 0.4]] * 3)) for heat in (0.0, 0.7, 0.7)]
+    other = ([5, 16, 7, 9, 7], *drawn[1][1:])  # the same laws, but the second likeliest drawn each time
+    CorpusWriter(tmp_path / "corpus", {}).write(0, corpus := Corpus.of([drawn[0], other, drawn[2]], 2))
+    assert corpus.answers.tolist() == [49, 7, 9, 7, 9, 7, 49, 7, 9]
+    out = tmp_path / "p.json"
+    assert cli.main(["profile", str(tmp_path / "corpus"), str(ssm), "-o", str(out)]) == 0
+    found = Profile.load(out)
+    assert found.temperatures == [0.0, 0.7] and found.at(0.7).rank.shape == (1, 6)
+    assert (found.at(0.7).rank[0, 3:] == found.at(0).rank[0]).all()
+    assert "temperature 0.7: 2 texts, 6 places" in capsys.readouterr().out
+    assert "has texts at 0, 0.7" in said(capsys, "shape", out, "--temperature", "1", "-o", tmp_path / "s.json")
+
+
+COSTS = {
+    "llm": "LLM",
+    "ssms": ["a", "b"],
+    "machine": "",
+    "batches": [
+        {"batch": 1, "nodes": [0, 4, 16], "llm": [1.0, 1.1, 1.4], "level": [0.02, 0.02]},
+        {"batch": 8, "nodes": [0, 4, 16], "llm": [1.0, 9.0, 90.0], "level": [0.02, 0.02]},
+    ],
+}
+
+
+@pytest.fixture
+def planned(tmp_path):
+    """(profile, costs) of two SSMs that know different halves of the texts."""
+    rank = np.repeat([[0, 9], [9, 0]], 40, axis=1)
+    Profile(("a", "b"), ("", ""), rank, np.array([0, 40, 80]), np.zeros(2)).save(tmp_path / "p.json")
+    (tmp_path / "c.json").write_text(json.dumps(COSTS))
+    return tmp_path / "p.json", tmp_path / "c.json"
+
+
+def test_a_shape_weighs_measured_costs(planned, tmp_path, capsys):
+    profile, costs = map(str, planned)
+    out = tmp_path / "s.json"
+    assert cli.main(["shape", profile, "--costs", costs, "-o", str(out)]) == 0
+    trees = [ssm.tree for ssm in TreeOptions.from_value(str(out)).ssms]
+    assert len(trees) == 2 and all(trees)  # both, since each helps where the other does not
+    assert "8, a" not in capsys.readouterr().out
+    assert "no tree pays" in said(capsys, "shape", profile, "--costs", costs, "--batch", "8", "-o", tmp_path / "t.json")
+    assert "of [1, 8]" in said(capsys, "shape", profile, "--costs", costs, "--batch", "2", "-o", tmp_path / "t.json")
+
+
+def test_best_first_trees_get_the_measured_costs(planned, tmp_path):
+    profile, costs = map(str, planned)
+    assert cli.main(["shape", profile, "--costs", costs, "--best-first", "-o", str(tmp_path / "s.json")]) == 0
+    options = TreeOptions.from_value(str(tmp_path / "s.json"))
+    assert (options.row_cost, options.draft_cost) == (0.025, 0.02) and len(options.ssms) == 2
+
+
+@pytest.mark.parametrize("damage", ["{}", "[]", "{", '{"llm": 1, "ssms": [], "machine": "", "batches": []}'])
+def test_damaged_costs_are_named(damage, planned, tmp_path, capsys):
+    planned[1].write_text(damage)
+    message = said(capsys, "shape", planned[0], "--costs", planned[1], "-o", tmp_path / "s.json")
+    assert "c.json: holds no costs" in message or "c.json: is no JSON" in message
+
+
+def test_costs_of_other_ssms_and_a_measurement_without_an_llm_are_refused(planned, tmp_path, capsys):
+    planned[1].write_text(json.dumps(COSTS | {"ssms": ["a"], "batches": [COSTS["batches"][0] | {"level": [0.1]}]}))
+    out = tmp_path / "s.json"
+    assert "of 1 SSMs" in said(capsys, "shape", planned[0], "--costs", planned[1], "-o", out)
+    assert "--llm: name" in said(capsys, "shape", planned[0], "--measure", tmp_path, "-o", out)
+    assert not out.exists()
+
+
+def test_a_cost_curve_never_falls_and_goes_on_behind_its_end():
+    cost = Cost(1, (0, 4, 8), (1.0, 0.9, 1.4), (0.1,))
+    assert cost.curve(10).tolist() == pytest.approx([1, 1, 1, 1, 1, 1.1, 1.2, 1.3, 1.4, 1.45, 1.5])
+    assert points(20) == [0, 1, 2, 4, 8, 16, 20]
+
+
+def test_tuning_that_would_not_fit_into_memory_is_refused(ssm, corpus, tmp_path, capsys, monkeypatch):
+    CorpusWriter(tmp_path / "corpus", {}).write(0, corpus)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: type("Memory", (), {"available": 1000}))
+    message = said(capsys, "tune", tmp_path / "corpus", ssm, "-o", tmp_path / "out")
+    assert "--batch-tokens 4096: needs" in message and not (tmp_path / "out").exists()
 
 
 # -- wrong input -------------------------------------------------------------------------------------------------------
@@ -430,7 +514,7 @@ def test_what_would_go_wrong_later_is_said_before(llm, ssm, corpus, tmp_path, ca
 
 def test_a_corpus_of_another_vocabulary_is_refused(llm, ssm, tmp_path, capsys):
     tokens = [5, VOCAB + 3, 7]
-    foreign = Corpus.of([(tokens, 1, np.array([[VOCAB + 3], [7]]), np.zeros((2, 1)))] * 3, 1)
+    foreign = Corpus.of([(tokens, 1, 0.0, np.array([[VOCAB + 3], [7]]), np.zeros((2, 1)))] * 3, 1)
     CorpusWriter(tmp_path / "corpus", {}).write(0, foreign)
     assert "the corpus holds token 99" in said(capsys, "tune", tmp_path / "corpus", ssm, "-o", tmp_path / "out")
     assert "the corpus holds token 99" in said(capsys, "profile", tmp_path / "corpus", ssm, "-o", tmp_path / "p.json")
@@ -451,7 +535,7 @@ def test_layers_under_another_name_are_refused(llm, tmp_path):
 
 @pytest.mark.parametrize("damage", [b"", b"PK\x03\x04 cut off", None])
 def test_a_damaged_profile_is_named(damage, tmp_path, capsys):
-    found = Profile(("a",), ("",), np.zeros((1, 8), np.int64), np.array([0, 8]))
+    found = Profile(("a",), ("",), np.zeros((1, 8), np.int64), np.array([0, 8]), np.zeros(1))
     found.save(tmp_path / "p.json")
     if damage is None:
         np.savez(tmp_path / "p.npz", rank=np.zeros((1, 5)), offsets=np.array([0, 8]))

@@ -4,7 +4,7 @@
 import numpy as np
 import pytest
 
-from specinfer_vllm.tree.budget import worthwhile
+from specinfer_vllm.tree.budget import level_pays, worthwhile
 from specinfer_vllm.tree.expand import prune_batch
 from specinfer_vllm.tree.topology import from_arrays, roots
 
@@ -44,3 +44,23 @@ def test_free_rows_take_every_node_and_dear_ones_none():
     assert worthwhile(trees, 0.0) == trees.num_nodes.sum()
     assert worthwhile(trees, 1e9) == 0
     assert worthwhile(roots([1, 2]), 0.05) == 0
+
+
+def test_a_level_is_drafted_as_long_as_its_parents_are_likely_enough():
+    sure, doubtful = np.log(np.array([[0.9, 0.05]])), np.log(np.array([[0.05, 0.01]]))
+    assert level_pays(sure, sure, 1, 0.05, 0.08)
+    assert not level_pays(doubtful, doubtful, 1, 0.05, 0.08)
+    assert not level_pays(sure, sure, 1, 0.05, 1.0)
+    assert level_pays(doubtful, doubtful, 1, 0.05, 0.0)
+
+
+def test_nothing_left_to_draft_from_ends_the_drafting():
+    nothing = np.full((2, 3), -np.inf)
+    assert not level_pays(nothing, nothing, 1, 0.05, 0.0)
+
+
+def test_a_level_delays_every_request():
+    likely, others = np.log(np.array([[0.9]])), np.log(np.full((20, 1), 0.001))
+    assert level_pays(likely, likely, 1, 0.01, 0.08)
+    batch = np.concatenate([likely, others])
+    assert not level_pays(batch, batch, 1, 0.01, 0.08)

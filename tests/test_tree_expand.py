@@ -9,13 +9,12 @@ from tree_cases import batches, grown, same_arrays, to_plain, walked
 
 from specinfer_vllm.tree.expand import (
     MAX_NODES,
-    level_sizes,
-    num_nodes,
     parse_expansion,
     prune,
     prune_batch,
     static_topology,
 )
+from specinfer_vllm.tree.static import level_sizes, num_nodes
 from specinfer_vllm.tree.topology import depth_first, from_arrays, roots
 
 expansions = st.lists(st.integers(1, 3), min_size=1, max_size=5)

@@ -23,6 +23,14 @@ def use_all_cores() -> None:
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 
+def use_in_process() -> None:
+    """Engines of this process, for those who want to look into them. Call first."""
+    use_all_cores()
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    # vLLM binds threads in a worker process only; here OpenMP decides.
+    os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
+
+
 def settings(model: Any, compiled: bool, max_num_seqs: int) -> dict[str, Any]:
     """What every engine of a comparison gets."""
     return {

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import os
 import time
 from collections import defaultdict
 from typing import Any
@@ -56,11 +55,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--ssm", action="append", default=[], help="an SSM; repeat for several")
     parser.add_argument("--compiled", action="store_true", help="torch.compile the models")
     options = parser.parse_args(arguments)
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
     from specinfer_vllm.bench import engines
 
-    engines.use_all_cores()
+    engines.use_in_process()
     from vllm import LLM, SamplingParams
 
     from specinfer_vllm.bench import prompts, smollm2

@@ -48,6 +48,22 @@ def cut(model: Path | str, layers: Sequence[int], out: Path | None = None) -> Pa
     return cache.built(out or cache.folder() / name, recipe, lambda draft: cutting.cut(model, layers, draft))
 
 
+PACKED = Path(__file__).parents[1] / "ssms" / NAME
+
+
+def ssms() -> list[Path]:
+    """The SSMs that come with the package, best first, as folders in the cache; made on the first call."""
+    from specinfer_vllm.train.pack import assemble
+
+    llm = model_path()
+    found = []
+    for file in sorted(PACKED.glob("*.safetensors")):
+        recipe = f"packed {cache.sha256(file)} of {NAME}, v1"
+        folder = cache.folder() / f"{NAME}-{file.stem}"
+        found.append(cache.built(folder, recipe, lambda draft, file=file: assemble(file, llm, draft)))
+    return found
+
+
 def _build(draft: Path) -> None:
     missing = [name for name in ("accelerate", "gguf", "torch", "transformers") if find_spec(name) is None]
     if missing:

@@ -194,7 +194,8 @@ def check_lengths(tree: TreeOptions, max_model_len: int) -> None:
     """Raise TreeOptionError for a tree that never fits: a prompt token, its root and every node need a slot each."""
     room = max_model_len - 2
     if tree.max_depth > room:
-        option = "depth" if tree.depth is not None or not any(tree.expansions) else "expansion"
+        given = [(each.depth, name) for each, name in zip(tree.static_trees, tree.shape_options, strict=True) if each]
+        option = "depth" if tree.depth is not None or not given else max(given)[1]
         raise TreeOptionError(
             f"{WHERE}.{option}: a tree of {tree.max_depth} levels never fits max_model_len={max_model_len}; "
             f"use at most {room} levels or raise max_model_len"

@@ -45,8 +45,8 @@ def check_ssm(ssm: SsmOptions, index: int, config: Any) -> None:
     check_room(name, ssm.model, model, ssm_slots(config.speculative_config.tree, index))
     check_tokens(name, ssm, config.model_config)
     check_sizes(name, ssm.model, model.get_vocab_size(), config.model_config)
-    expansion = config.speculative_config.tree.expansions[index]
-    check_draft_vocab(name, ssm, model, config, max(expansion) if expansion else ssm.width)
+    tree = config.speculative_config.tree.static_trees[index]
+    check_draft_vocab(name, ssm, model, config, tree.widest if tree else ssm.width)
 
 
 def check_folder(name: str, model: str) -> None:
@@ -93,7 +93,7 @@ def check_room(name: str, model: str, ssm: Any, slots: int) -> None:
     if slots + 2 > ssm.max_model_len:
         raise TreeOptionError(
             f"{name}: its tree takes {slots} slots of a context of {ssm.max_model_len} tokens ({model!r} under the "
-            "LLM's max_model_len), so it never drafts; make expansion, width or depth smaller"
+            "LLM's max_model_len), so it never drafts; make its tree, expansion, width or depth smaller"
         )
 
 

@@ -29,8 +29,8 @@ from specinfer_vllm.patches.speculative_config import tree_config
 from specinfer_vllm.propose.children import ChildSampler
 from specinfer_vllm.propose.draft_vocab import NarrowHead, read_draft_vocab
 from specinfer_vllm.propose.proposer import DraftBatch, Proposer
-from specinfer_vllm.tree.budget import worthwhile_alone
-from specinfer_vllm.tree.expand import level_sizes
+from specinfer_vllm.tree.budget import level_pays, worthwhile_alone
+from specinfer_vllm.tree.static import StaticTree
 from specinfer_vllm.tree.topology import TokenTrees, from_arrays, roots
 
 
@@ -72,6 +72,36 @@ class Level:
     first: int
 
 
+@dataclass(frozen=True)
+class LevelShape:
+    """One level of a static tree; nodes are counted within the level.
+
+    width     draws below every node that was read: as many as the widest of them keeps
+    kept      which of these draws, node behind node, are in the tree: [nodes] int64, or all
+    frontier  [read] int64    which of the kept have children, and are read to draw the next level
+    """
+
+    width: int
+    kept: torch.Tensor | slice
+    frontier: torch.Tensor
+
+    @classmethod
+    def of(cls, children: Sequence[int], below: Sequence[int]) -> LevelShape:
+        """children [nodes] of the level above, below [nodes] of this one."""
+        kept, width = torch.tensor([each for each in children if each]), max(children)
+        draws = torch.arange(width) < kept[:, None]
+        kept = slice(None) if bool(draws.all()) else draws.flatten().nonzero()[:, 0]
+        return cls(width, kept, torch.tensor(below).nonzero()[:, 0])
+
+    @classmethod
+    def of_tree(cls, tree: StaticTree | None) -> list[LevelShape] | None:
+        """Level by level; None without a static tree."""
+        if tree is None:
+            return None
+        below = (*tree.levels[1:], (0,) * sum(tree.levels[-1]))
+        return [cls.of(*each) for each in zip(tree.levels, below, strict=True)]
+
+
 class SsmProposer(Proposer):
     """SSM `index` of the options."""
 
@@ -79,9 +109,10 @@ class SsmProposer(Proposer):
         config = tree_config(vllm_config)
         self.options, self.index = config.tree.ssms[index], index
         self.name = f"ssm{index}"
-        self.expansion = config.tree.expansions[index]
+        self.static = LevelShape.of_tree(config.tree.static_trees[index])
         self.max_depth = config.tree.max_depth
-        self.row_cost, self.num_ssms = config.tree.cost_of_row, len(config.tree.ssms)
+        self.row_cost, self.level_cost = config.tree.cost_of_row, config.tree.cost_of_level
+        self.num_ssms = len(config.tree.ssms)
         self.num_slots = ssm_slots(config.tree, index)
         self.llm_config = vllm_config
         self.model_config = ssm_model_config(self.options.model, self.options.revision, vllm_config)
@@ -192,8 +223,10 @@ class SsmProposer(Proposer):
         ancestors = torch.zeros(len(rows), 0, 0, dtype=torch.bool)
         while len(drawn) < min(max_depth, self.depth):
             level = drawn[-1]
-            frontier = self.frontier(level)
+            frontier = self.frontier(level, len(drawn))
             token, score = level.token.gather(1, frontier), level.score.gather(1, frontier)
+            if not self.pays(drawn, score):
+                break
             ancestors = extend(ancestors, read, level.parent.gather(1, frontier))
             read.append(frontier + level.first)
             states = self.read_level(token, ancestors, len(drawn), root, requests)
@@ -201,15 +234,30 @@ class SsmProposer(Proposer):
             drawn.append(self.draw(states, (score, frontier + level.first), first, level=len(drawn)))
         return drawn
 
+    def pays(self, drawn: list[Level], read: torch.Tensor) -> bool:
+        """Whether one more level is drawn; read [requests, nodes] scores of its parents.
+
+        Where children are sampled it is: a depth that knew the tokens would choose among draws.
+        """
+        if not self.level_cost or self.sampler.sampling is not None:
+            return True
+        scores = torch.cat([level.score for level in drawn], dim=1).numpy()
+        return level_pays(scores, read.numpy(), len(drawn), self.row_cost, self.level_cost)
+
     @property
     def depth(self) -> int:
         """Levels it draws at most."""
-        return len(self.expansion) if self.expansion is not None else self.max_depth
+        return len(self.static) if self.static is not None else self.max_depth
 
-    def frontier(self, level: Level) -> torch.Tensor:
-        """Which nodes of a level are read to draw the next one [requests, nodes]: all, or EAGLE-2's best by path."""
+    def frontier(self, level: Level, depth: int) -> torch.Tensor:
+        """Which nodes at this depth are read to draw the next level [requests, nodes]: a static tree's or EAGLE-2's.
+
+        The former have children, the latter are the best by path.
+        """
         nodes = level.token.shape[1]
-        if self.expansion is not None or nodes <= self.options.width:
+        if self.static is not None:
+            return self.static[depth - 1].frontier.expand(len(level.token), -1)
+        if nodes <= self.options.width:
             return torch.arange(nodes).expand(len(level.token), nodes)
         is_node = level.twin == torch.arange(level.first, level.first + nodes)
         score = level.score.masked_fill(~is_node, -torch.inf)
@@ -222,18 +270,23 @@ class SsmProposer(Proposer):
 
         parents  (score, local index) [requests, nodes] of the states' nodes, None at the root
         """
-        width = self.expansion[level] if self.expansion is not None else self.options.width
+        width, kept = self.options.width, slice(None)
+        if self.static is not None:
+            width, kept = self.static[level].width, self.static[level].kept
         requests, nodes = states.shape[:2]
         logits = self.logits(states.flatten(0, 1))
         path, parent = torch.zeros(requests, nodes), torch.zeros(requests, nodes, dtype=torch.int64)
         if parents is not None:
             path, parent = parents
         children = self.sampler.children(logits.view(requests, nodes, -1), width, parent)
-        score = (path[:, :, None] + children.score).masked_fill(children.token < 0, -torch.inf).flatten(1)
-        own = torch.arange(first, first + nodes * width)
-        twin = own.expand(requests, -1) - children.back.flatten(1)
-        parent = parent[:, :, None].expand_as(children.token).flatten(1)
-        return Level(children.token.clamp(min=0).flatten(1), score, parent, twin, children.law.flatten(1), first)
+        score = (path[:, :, None] + children.score).masked_fill(children.token < 0, -torch.inf)
+        parent = parent[:, :, None].expand_as(children.token)
+        # A node keeps the first of its draws, so that a draw's twin is as far before it as it was among all of them.
+        token, score, parent, back, law = (
+            each.flatten(1)[:, kept] for each in (children.token, score, parent, children.back, children.law)
+        )
+        twin = torch.arange(first, first + token.shape[1]) - back
+        return Level(token.clamp(min=0), score, parent, twin, law, first)
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """[rows, draftable tokens] float32 of states [rows, hidden]; of the draft vocabulary where there is one."""
@@ -284,9 +337,9 @@ class SsmProposer(Proposer):
     @property
     def _read_sizes(self) -> list[int]:
         """Nodes read on each level."""
-        if self.expansion is None:
+        if self.static is None:
             return [self.options.width] * self.max_depth
-        return level_sizes(self.expansion)
+        return [len(level.frontier) for level in self.static]
 
     def run(
         self,

@@ -12,7 +12,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from specinfer_vllm.config import DEFAULT_ROW_COST, METHOD
+from specinfer_vllm.config import DEFAULT_DRAFT_COST, DEFAULT_ROW_COST, MAX_NODES
 from specinfer_vllm.printing import failed, print_table
 
 
@@ -71,9 +71,9 @@ def add_generate(commands: Any) -> None:
     )
     parser.add_argument("--prompts", type=Path, help="text or .jsonl file of prompts (default: the LLM asks itself)")
     parser.add_argument("--samples", type=int, default=2048, help="answers in all (default 2048)")
-    parser.add_argument("--batch", type=int, default=64, help="answers at a time (default 64)")
-    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.7, 1.0], help="default 0 0.7 1")
-    parser.add_argument("--max-tokens", type=int, default=192, help="longest answer (default 192)")
+    parser.add_argument("--batch", type=int, default=384, help="answers of one part (default 384)")
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.5, 0.9], help="default 0 0.5 0.9")
+    parser.add_argument("--max-tokens", type=int, default=256, help="longest answer (default 256)")
     parser.add_argument("--max-model-len", type=int, default=1024, help="longest prompt and answer (default 1024)")
     parser.add_argument("--dtype", default="auto", help="vLLM's dtype (default auto)")
     parser.add_argument("--seed", type=int, default=0, help="default 0")
@@ -100,9 +100,10 @@ def generate(given: argparse.Namespace) -> int:
         max_tokens=given.max_tokens,
         seed=given.seed,
         prompts=hashlib.sha256(given.prompts.read_bytes()).hexdigest() if given.prompts else "",
+        dtype=given.dtype,
     )
     writer = CorpusWriter(given.out, recipe.as_dict())  # says what is wrong with the folder before an engine starts
-    corpus = generate(serving(given.llm, given.batch, given.max_model_len, given.dtype), recipe, writer, prompts)
+    corpus = generate(serving(recipe, given.max_model_len), recipe, writer, prompts)
     print(f"{given.out}: {corpus.num_sequences} answers, {corpus.num_answers} tokens")
     return 0
 
@@ -174,52 +175,127 @@ def profile(given: argparse.Namespace) -> int:
     shown = (1, 2, 3, 5, 8, profiling.WIDEST)
     alone = [(i,) for i in range(len(given.ssms))]
     groups = [*alone, tuple(range(len(alone)))] if len(alone) > 1 else alone
-    rows = [
-        (" + ".join(given.ssms[i].name for i in group), *(f"{found.coverage(group, width):.3f}" for width in shown))
-        for group in groups
-    ]
-    print_table(f"{found.rank.shape[1]} places", ("SSM", *(f"top-{width}" for width in shown)), rows)
+    for temperature in found.temperatures:
+        part = found.at(temperature)
+        rows = [
+            (" + ".join(given.ssms[i].name for i in group), *(f"{part.coverage(group, width):.3f}" for width in shown))
+            for group in groups
+        ]
+        title = f"temperature {temperature:g}: {len(part.heat)} texts, {part.rank.shape[1]} places"
+        print_table(title, ("SSM", *(f"top-{width}" for width in shown)), rows)
     profiling.plot(found, given.out.with_suffix(".png"))
     return 0
 
 
+def add_cost(commands: Any) -> None:
+    """`specinfer cost LLM SSM.. -o FILE`: the cost curve that `specinfer shape` weighs nodes by."""
+    parser = commands.add_parser("cost", help="measure what LLM passes take by nodes, and drafting by levels")
+    parser.add_argument("llm", help="folder or hub id of the LLM")
+    parser.add_argument("ssms", nargs="+", help="folders or hub ids of the SSMs")
+    parser.add_argument("-o", "--out", type=Path, default=Path("costs.json"), help="default costs.json")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1], help="requests side by side (default 1)")
+    parser.add_argument("--nodes", type=int, default=32, help="most nodes of a request's tree (default 32)")
+    parser.add_argument("--steps", type=int, default=24, help="passes for each median (default 24)")
+    parser.add_argument("--eager", action="store_true", help="without torch.compile, as --enforce-eager serves")
+    parser.set_defaults(run=guarded(cost))
+
+
+def cost(given: argparse.Namespace) -> int:
+    """Measure, print, and write the curves."""
+    from specinfer_vllm.bench.engines import hardware
+    from specinfer_vllm.train import cost as costing
+    from specinfer_vllm.train.inputs import check_new_file
+
+    if min(*given.batch, given.steps) < 1 or not 4 <= given.nodes <= MAX_NODES:
+        return failed(f"--batch, --steps: give at least 1; --nodes: 4 to {MAX_NODES}")
+    if given.out.suffix != ".json":
+        return failed(f"--out {given.out}: give a name that ends in .json")
+    check_new_file(given.out)
+    running = costing.engine(given.llm, given.ssms, max(given.batch), given.nodes, not given.eager)
+    measured = [costing.measure(running, batch, given.nodes, given.steps) for batch in given.batch]
+    found = costing.Costs(given.llm, tuple(given.ssms), hardware(), tuple(measured))
+    found.save(given.out)
+    for each in measured:
+        levels = ", ".join(f"{1e3 * seconds:.2f} ms" for seconds in each.level)
+        rows = [
+            (str(nodes), f"{1e3 * seconds:.1f} ms", f"{seconds / each.llm[0]:.2f}")
+            for nodes, seconds in zip(each.nodes, each.llm, strict=True)
+        ]
+        print_table(
+            f"{each.batch} side by side; a level of drafting: {levels}", ("nodes", "LLM pass", "of a plain one"), rows
+        )
+    print(found.machine)
+    return 0
+
+
 def add_shape(commands: Any) -> None:
-    """`specinfer shape PROFILE -o FILE`: the best static tree."""
-    parser = commands.add_parser("shape", help="find the static tree of each SSM that decodes fastest")
+    """`specinfer shape PROFILE -o FILE`: the best static trees, or the settings of best-first ones."""
+    parser = commands.add_parser("shape", help="find the trees that decode fastest, from a profile and costs")
     parser.add_argument("profile", type=Path, help="what `specinfer profile` wrote")
     parser.add_argument("-o", "--out", type=Path, default=Path("shape.json"), help="for --speculative-config")
-    parser.add_argument("--nodes", type=int, default=16, help="most nodes of each SSM's tree (default 16)")
+    parser.add_argument("--costs", type=Path, help="what `specinfer cost` wrote (default: the two costs below)")
+    parser.add_argument("--batch", type=int, help="requests side by side it is for (default: the first of the costs)")
+    parser.add_argument("--nodes", type=int, default=16, help="most nodes of a request's tree (default 16)")
     parser.add_argument("--depth", type=int, default=8, help="most levels (default 8)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="of the texts it is for (default 0, greedy)")
     parser.add_argument("--row-cost", type=float, default=DEFAULT_ROW_COST, help="of a node, in passes over one row")
-    parser.add_argument("--draft-cost", type=float, default=0.08, help="of a level of drafting (default 0.08)")
+    parser.add_argument("--draft-cost", type=float, default=DEFAULT_DRAFT_COST, help="of a level of drafting, likewise")
+    parser.add_argument(
+        "--best-first", action="store_true", help="write the settings of trees grown best-first, not static ones"
+    )
+    parser.add_argument("--measure", type=Path, help="corpus whose prompts are served with what was found")
+    parser.add_argument("--texts", type=int, default=16, help="prompts that --measure serves (default 16)")
+    parser.add_argument("--llm", help="folder or hub id of the LLM for --measure (default: that of --costs)")
+    parser.add_argument("--eager", action="store_true", help="--measure without torch.compile")
     parser.set_defaults(run=guarded(shape))
 
 
 def shape(given: argparse.Namespace) -> int:
-    """Search, print, and write a configuration."""
+    """Search, print, write a configuration, and measure it if wanted."""
+    from specinfer_vllm.train import shapes
+    from specinfer_vllm.train.corpus import Corpus
     from specinfer_vllm.train.inputs import check_new_file
     from specinfer_vllm.train.profile import Profile
-    from specinfer_vllm.tree.shape import best_expansion
 
-    if min(given.nodes, given.depth) < 1:
-        return failed("--nodes, --depth: give at least 1")
-    if not all(math.isfinite(each) and each >= 0 for each in (given.row_cost, given.draft_cost)):
-        return failed("--row-cost, --draft-cost: give 0 or more")
+    if min(given.nodes, given.depth, given.texts) < 1:
+        return failed("--nodes, --depth, --texts: give at least 1")
     check_new_file(given.out)
-    found = Profile.load(given.profile)
-    cost = [1 + given.row_cost * nodes for nodes in range(given.nodes + 1)]
-    ssms, rows = [], []
-    for i, model in enumerate(found.ssms):
-        best = best_expansion(found.ranks(i), given.nodes, given.depth, cost, given.draft_cost)
-        rows.append((model, json.dumps(best.expansion), f"{best.tokens_per_step:.3f}", f"{best.speed * cost[0]:.2f}x"))
-        if best.expansion:
-            ssms.append({"model": str(Path(model).resolve()), "expansion": list(best.expansion)})
-    print_table("best static trees", ("SSM", "expansion", "tokens per step", "expected speed"), rows)
-    if not ssms:
-        return failed("no tree pays at these costs; nothing is written")
-    given.out.write_text(json.dumps({"method": METHOD, "ssms": ssms}, indent=1))
+    profile = Profile.load(given.profile).at(given.temperature)
+    costs, llm = costs_of(given, len(profile.ssms))
+    if given.measure and not llm:
+        return failed("--llm: name the LLM that --measure serves")
+    corpus = Corpus.load(given.measure) if given.measure else None
+    found = list(shapes.choices(profile, costs, given.nodes, given.depth))
+    print_table("best static trees", shapes.COLUMNS, [each.row for each in found])
+    best = shapes.fastest(found, given.batch)
+    configuration, expected = best.configuration(), f"{best.forest.tokens_per_step:.3f}"
+    if given.best_first:
+        cost = next(each for each in costs if each.batch == best.batch)
+        configuration, expected = shapes.best_first(profile, cost, given.nodes, given.depth), "-"
+    given.out.write_text(json.dumps(configuration))
     print(f"--speculative-config {given.out}")
+    if corpus is not None:
+        from specinfer_vllm.train.measure import serve
+
+        served = serve(llm, configuration, corpus, given.temperature, best.batch, given.texts, not given.eager)
+        row = (expected, f"{served.tokens_per_step:.3f}", f"{served.rate:.1f}")
+        print_table(str(given.out), ("tokens per step, expected", "measured", "tokens per second"), [row])
     return 0
+
+
+def costs_of(given: argparse.Namespace, ssms: int) -> tuple[list, str | None]:
+    """(costs by requests side by side, the LLM if one is named), from the file or from the two numbers."""
+    from specinfer_vllm.train.cost import Cost, Costs
+    from specinfer_vllm.train.inputs import InputError
+
+    if given.costs is None:
+        if not all(math.isfinite(each) and each >= 0 for each in (given.row_cost, given.draft_cost)):
+            raise InputError("--row-cost, --draft-cost: give 0 or more")
+        return [Cost(given.batch or 1, (0, 1), (1.0, 1 + given.row_cost), (given.draft_cost,) * ssms)], given.llm
+    costs = Costs.load(given.costs)
+    if len(costs.ssms) != ssms:
+        raise InputError(f"--costs {given.costs}: of {len(costs.ssms)} SSMs, the profile has {ssms}; measure these")
+    return list(costs.batches), given.llm or costs.llm
 
 
 def add_pack(commands: Any) -> None:
@@ -263,6 +339,7 @@ ALL: tuple[Callable[[Any], None], ...] = (
     add_generate,
     add_tune,
     add_profile,
+    add_cost,
     add_shape,
     add_pack,
     add_assemble,

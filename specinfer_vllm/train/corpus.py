@@ -6,6 +6,7 @@ A part holds some sequences behind each other:
 offsets    [sequences + 1] int64    sequence i is tokens[offsets[i]:offsets[i + 1]]
 tokens     [total] int32            prompt and answer
 first      [sequences] int64        where the answer begins, within the sequence: its law is known from there on
+heat       [sequences] float32      temperature that the answer was drawn at, 0 = greedy
 best       [answers, width] int32   the LLM's likeliest tokens at each place of the answers, -1 where fewer are known
 logprob    [answers, width] float32     log of their probabilities at temperature 1
 """
@@ -24,7 +25,14 @@ from specinfer_vllm.train.inputs import InputError, check_new, read_json
 from specinfer_vllm.whole_file import whole_file
 
 MANIFEST = "corpus.json"
-FIELDS = {"offsets": np.int64, "tokens": np.int32, "first": np.int64, "best": np.int32, "logprob": np.float32}
+FIELDS = {
+    "offsets": np.int64,
+    "tokens": np.int32,
+    "first": np.int64,
+    "heat": np.float32,
+    "best": np.int32,
+    "logprob": np.float32,
+}
 
 
 @dataclass(frozen=True)
@@ -34,6 +42,7 @@ class Corpus:
     offsets: np.ndarray
     tokens: np.ndarray
     first: np.ndarray
+    heat: np.ndarray
     best: np.ndarray
     logprob: np.ndarray
 
@@ -52,15 +61,22 @@ class Corpus:
         """Rows of `best` that belong to each sequence [sequences + 1] int64."""
         return np.concatenate([[0], np.cumsum(np.diff(self.offsets) - self.first)])
 
+    @property
+    def answers(self) -> np.ndarray:
+        """The tokens of the answers [answers] int32, one for each row of `best`."""
+        ends = zip(self.offsets[1:], np.diff(self.answer_offsets), strict=True)
+        return np.concatenate([np.zeros(0, np.int32), *(self.tokens[end - count : end] for end, count in ends)])
+
     @classmethod
-    def of(cls, sequences: Sequence[tuple[Sequence[int], int, np.ndarray, np.ndarray]], width: int) -> Corpus:
-        """From (tokens, first, best, logprob) of each sequence."""
+    def of(cls, sequences: Sequence[tuple[Sequence[int], int, float, np.ndarray, np.ndarray]], width: int) -> Corpus:
+        """From (tokens, first, heat, best, logprob) of each sequence."""
         lengths = [len(tokens) for tokens, *_ in sequences]
         empty = np.zeros((0, width))
         return cls(
             offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
             tokens=np.concatenate([np.zeros(0), *(tokens for tokens, *_ in sequences)]).astype(np.int32),
             first=np.array([first for _, first, *_ in sequences], np.int64),
+            heat=np.array([heat for _, _, heat, *_ in sequences], np.float32),
             best=np.concatenate([empty, *(best for *_, best, _ in sequences)]).astype(np.int32),
             logprob=np.concatenate([empty, *(logprob for *_, logprob in sequences)]).astype(np.float32),
         )
@@ -87,9 +103,7 @@ class Corpus:
 def frequent_tokens(corpus: Corpus, size: int) -> np.ndarray:
     """A draft vocabulary: the `size` ids that most often are the LLM's token or its likeliest, rising, int64."""
     likeliest = corpus.best[:, 0]
-    ends = zip(corpus.offsets[1:], np.diff(corpus.answer_offsets), strict=True)
-    answers = np.concatenate([corpus.tokens[end - count : end] for end, count in ends])
-    counts = np.bincount(np.concatenate([answers, likeliest[likeliest >= 0]]))
+    counts = np.bincount(np.concatenate([corpus.answers, likeliest[likeliest >= 0]]))
     chosen = np.argsort(-counts, kind="stable")[:size]
     return np.sort(chosen[counts[chosen] > 0])
 
@@ -143,7 +157,8 @@ def read_part(file: Path) -> Corpus:
     except Exception as error:  # whatever its damage leads to
         raise InputError(f"{file}: damaged ({error}); {remedy}") from None
     lengths = np.diff(part.offsets)
-    fits = part.offsets.ndim == part.first.ndim == 1 and len(lengths) == len(part.first) and part.best.ndim == 2
+    fits = part.offsets.ndim == part.first.ndim == 1 and len(lengths) == len(part.first) == len(part.heat)
+    fits = fits and part.heat.ndim == 1 and part.best.ndim == 2
     fits = fits and part.offsets[0] == 0 and part.offsets[-1] == len(part.tokens) and (part.tokens >= 0).all()
     fits = fits and (part.first >= 0).all() and (part.first <= lengths).all() and part.best.shape == part.logprob.shape
     if not fits or part.answer_offsets[-1] != len(part.best) or not part.best.shape[1]:

@@ -2,7 +2,8 @@
 """`specinfer generate`: the LLM writes the corpus its SSMs learn from, with its likeliest tokens at every place.
 
 Without a prompt file it asks itself: it continues the chat template's opening of a user's turn, which gives questions
-of the kind it was tuned on (Xu et al. 2024, arXiv 2406.08464), and then answers them. No data set is needed.
+of the kind it was tuned on (Xu et al. 2024, arXiv 2406.08464), some behind given first words, and then answers them. No
+data set is needed.
 Every batch follows from the seed and its number alone, so a run that was stopped is gone on with where it was.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +21,11 @@ import numpy as np
 
 from specinfer_vllm.train.corpus import Corpus, CorpusWriter
 from specinfer_vllm.train.inputs import InputError
+from specinfer_vllm.train.starts import STARTS
 
 MARK = "\x00question\x00"
 MIN_QUESTION = 4  # tokens; shorter ones are what a sampled end of turn leaves
+CONCURRENT = 128  # requests at a time; a part holds more, so that its last answers do not leave the machine idle
 
 
 @dataclass(frozen=True)
@@ -31,23 +35,28 @@ class Recipe:
     samples        sequences in all
     batch          sequences of one part
     temperatures   of the answers, in turns; 0 = greedy
+    asking         temperature of the questions
     max_tokens     of an answer; question_tokens: of a question
     width          likeliest tokens kept at each place
+    starts         first words of the questions, in turns
     """
 
     model: str
     samples: int = 2048
-    batch: int = 64
-    temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)
-    max_tokens: int = 192
+    batch: int = 384
+    temperatures: tuple[float, ...] = (0.0, 0.5, 0.9)
+    asking: float = 0.8
+    max_tokens: int = 256
     question_tokens: int = 96
     width: int = 16
     seed: int = 0
     prompts: str = ""
+    starts: tuple[str, ...] = STARTS
+    dtype: str = "auto"  # vLLM's; another one rounds to another text
 
     def as_dict(self) -> dict[str, Any]:
         """For the corpus' manifest; `samples` may grow, so it is left out."""
-        named = vars(self) | {"temperatures": list(self.temperatures)}
+        named = vars(self) | {"temperatures": list(self.temperatures), "starts": list(self.starts)}
         return {name: value for name, value in named.items() if name != "samples"}
 
 
@@ -84,14 +93,25 @@ def _prompt(line: str, where: str) -> str:
     return value
 
 
-def serving(model: str, batch: int, max_model_len: int, dtype: str) -> Any:
-    """Plain vLLM, for `batch` requests at a time."""
+def serving(recipe: Recipe, max_model_len: int) -> Any:
+    """Plain vLLM."""
     from specinfer_vllm.bench import engines
 
     engines.use_all_cores()
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")  # GiB; a CPU's default is nearly all memory, and swaps
     from vllm import LLM
 
-    return LLM(model=model, dtype=dtype, max_model_len=max_model_len, max_num_seqs=batch, enforce_eager=True, seed=0)
+    return LLM(
+        model=recipe.model,
+        dtype=recipe.dtype,
+        max_model_len=max_model_len,
+        max_num_seqs=min(recipe.batch, CONCURRENT),
+        # vLLM 0.32 ends on a CPU when a seeded prompt is read in chunks ("CPU Generator does not use offset").
+        enable_chunked_prefill=False,
+        max_num_batched_tokens=max(2048, max_model_len),
+        enforce_eager=True,
+        seed=0,
+    )
 
 
 def generate(llm: Any, recipe: Recipe, writer: CorpusWriter, prompts: Sequence[str] = ()) -> Corpus:
@@ -108,7 +128,7 @@ def generate(llm: Any, recipe: Recipe, writer: CorpusWriter, prompts: Sequence[s
         asked = [prompts[(number * recipe.batch + i) % len(prompts)] for i in range(recipe.batch)] if prompts else []
         texts = [tokenizer.encode(text, add_special_tokens=False) for text in asked]
         if not prompts:
-            texts = questions(llm, recipe, opening, special, seeds)
+            texts = questions(llm, recipe, number, opening, special, seeds)
         chats = [[*opening, *text, *closing] for text in texts]
         part = answered(llm, recipe, chats, seeds[: len(chats)])
         writer.write(number, part)
@@ -121,15 +141,25 @@ def _seed(*numbers: int) -> int:
     return int.from_bytes(hashlib.sha256(repr(numbers).encode()).digest()[:7], "little")
 
 
-def questions(llm: Any, recipe: Recipe, opening: list[int], special: set[int], seeds: Sequence[int]) -> list[list[int]]:
-    """What the LLM would ask: token ids behind `opening`, without `special` ones."""
+def questions(
+    llm: Any, recipe: Recipe, number: int, opening: list[int], special: set[int], seeds: Sequence[int]
+) -> list[list[int]]:
+    """What the LLM would ask: token ids behind `opening`, without `special` ones; number: of the part."""
     from vllm import SamplingParams
 
+    tokenizer, turns = llm.get_tokenizer(), len(recipe.temperatures)
+    starts = [tokenizer.encode(start, add_special_tokens=False) for start in recipe.starts]
+    # Every start meets every temperature of the answers.
+    begun = [starts[(number + i // turns) % len(starts)] for i in range(len(seeds))]
     params = [
-        SamplingParams(temperature=1.0, top_p=0.99, max_tokens=recipe.question_tokens, seed=seed) for seed in seeds
+        SamplingParams(temperature=recipe.asking, top_p=0.99, max_tokens=recipe.question_tokens, seed=seed)
+        for seed in seeds
     ]
-    outputs = llm.generate([{"prompt_token_ids": opening}] * len(params), params, use_tqdm=False)
-    written = [[token for token in each.outputs[0].token_ids if token not in special] for each in outputs]
+    outputs = llm.generate([{"prompt_token_ids": [*opening, *each]} for each in begun], params, use_tqdm=False)
+    written = [
+        [*start, *(token for token in each.outputs[0].token_ids if token not in special)]
+        for start, each in zip(begun, outputs, strict=True)
+    ]
     return [question for question in written if len(question) >= MIN_QUESTION]
 
 
@@ -169,9 +199,9 @@ def answered(llm: Any, recipe: Recipe, chats: Sequence[list[int]], seeds: Sequen
     ]
     outputs = llm.generate([{"prompt_token_ids": chat} for chat in chats], params, use_tqdm=False)
     sequences = []
-    for chat, output in zip(chats, outputs, strict=True):
-        answer = output.outputs[0]
-        sequences.append(([*chat, *answer.token_ids], len(chat), *likeliest(answer.logprobs, recipe.width)))
+    for chat, asked, output in zip(chats, params, outputs, strict=True):
+        answer, law = output.outputs[0], likeliest(output.outputs[0].logprobs, recipe.width)
+        sequences.append(([*chat, *answer.token_ids], len(chat), asked.temperature, *law))
     return Corpus.of(sequences, recipe.width)
 
 

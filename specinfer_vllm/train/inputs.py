@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the workshop's commands are given, checked before any work: files, folders, room on the disk."""
+"""What the workshop's commands are given, checked before any work: files, folders, room on the disk and in memory."""
 
 from __future__ import annotations
 
@@ -44,3 +44,12 @@ def check_disk(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(there).free
     if free < needed:
         raise InputError(f"{folder}: needs {needed / 1e9:.1f} GB of disk, {free / 1e9:.1f} GB are free; choose another")
+
+
+def check_memory(what: str, needed: int, remedy: str) -> None:
+    """InputError when the machine has less than `needed` bytes of memory left for `what`."""
+    import psutil
+
+    free = psutil.virtual_memory().available
+    if free < needed:
+        raise InputError(f"{what}: needs {needed / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB are free; {remedy}")

@@ -2,15 +2,15 @@
 """`specinfer profile`: how often SSMs have the LLM's token among their first k, alone and merged (SpecInfer, Table 1).
 
 One pass of each SSM over texts that the LLM wrote: at a node whose path was accepted an SSM has read just that text, so
-its ranks there are the acceptance that drafting meets. Every measurement is of greedy verification: the LLM's token is
-its likeliest one.
+its ranks there are the acceptance that drafting meets. The LLM's token is the one in the text: its likeliest in greedy
+answers, a draw in the others, whose counts are therefore those of `naive` with likeliest children.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +34,34 @@ class Profile:
     sha256    of each one's weights
     rank      [ssms, places] int64
     offsets   [texts + 1] int64
+    heat      [texts] float32    temperature of each one, 0 = greedy
     """
 
     ssms: tuple[str, ...]
     sha256: tuple[str, ...]
     rank: np.ndarray
     offsets: np.ndarray
+    heat: np.ndarray
+
+    @property
+    def temperatures(self) -> list[float]:
+        """Those of the texts, rising."""
+        return [round(float(each), 6) for each in np.unique(self.heat)]
+
+    def at(self, temperature: float) -> Profile:
+        """Of the texts at one temperature only. InputError when there are none."""
+        texts = np.flatnonzero(np.isclose(self.heat, temperature))
+        if not len(texts):
+            known = ", ".join(f"{each:g}" for each in self.temperatures)
+            raise InputError(f"--temperature {temperature:g}: the profile has texts at {known}; name one of these")
+        lengths = np.diff(self.offsets)
+        places = np.repeat(np.isin(np.arange(len(lengths)), texts), lengths)
+        offsets = np.concatenate([[0], np.cumsum(lengths[texts])])
+        return replace(self, rank=self.rank[:, places], offsets=offsets, heat=self.heat[texts])
 
     def ranks(self, ssm: int) -> Ranks:
         """Of one SSM."""
-        return Ranks(self.rank[ssm], self.offsets)
+        return Ranks(self.rank[ssm], self.offsets, WIDEST)
 
     def coverage(self, ssms: Sequence[int], width: int) -> float:
         """Share of places whose token one of the SSMs has among its first `width`."""
@@ -57,15 +75,19 @@ class Profile:
 
     def summary(self) -> dict[str, Any]:
         """For people and for JSON."""
+        ssms = [{"model": model, "sha256": digest} for model, digest in zip(self.ssms, self.sha256, strict=True)]
+        return {"ssms": ssms, "acceptance": [self.at(each).acceptance() for each in self.temperatures]}
+
+    def acceptance(self) -> dict[str, Any]:
+        """Counts and shares over texts of one temperature."""
         every = range(len(self.ssms))
         return {
-            "verification": "greedy",
-            "texts": len(self.offsets) - 1,
+            "temperature": self.temperatures[0],
+            "verification": "naive" if self.temperatures[0] else "greedy",
+            "texts": len(self.heat),
             "places": self.rank.shape[1],
             "ssms": [
                 {
-                    "model": self.ssms[i],
-                    "sha256": self.sha256[i],
                     "by_rank": [self.coverage([i], width) for width in range(1, WIDEST + 1)],
                     "by_depth": {f"{width} children": self.by_depth(i, width) for width in (1, 2, 3)},
                 }
@@ -76,7 +98,8 @@ class Profile:
 
     def save(self, file: Path) -> None:
         """The summary as JSON, and the ranks beside it for `specinfer shape`; both are new files."""
-        np.savez_compressed(file.with_suffix(".npz"), rank=self.rank.astype(np.uint8), offsets=self.offsets)
+        arrays = {"rank": self.rank.astype(np.uint8), "offsets": self.offsets, "heat": self.heat}
+        np.savez_compressed(file.with_suffix(".npz"), **arrays)
         file.write_text(json.dumps(self.summary(), indent=1))
 
     @classmethod
@@ -87,12 +110,14 @@ class Profile:
             models, hashes = (tuple(each[name] for each in listed) for name in ("model", "sha256"))
             with np.load(file.with_suffix(".npz"), allow_pickle=False) as arrays:
                 rank, offsets = arrays["rank"].astype(np.int64), arrays["offsets"].astype(np.int64)
+                heat = arrays["heat"].astype(np.float32)
             rising = offsets.ndim == 1 and offsets[0] == 0 and (np.diff(offsets) >= 0).all()
-            if rank.ndim != 2 or len(rank) != len(models) or not rising or offsets[-1] != rank.shape[1]:
+            fits = rank.ndim == 2 and len(rank) == len(models) and heat.shape == (len(offsets) - 1,)
+            if not rising or not fits or offsets[-1] != rank.shape[1]:
                 raise ValueError("its arrays do not fit together")
         except Exception as error:  # whatever its damage leads to
             raise InputError(f"{file}: is no profile ({error}); make one with `specinfer profile`") from None
-        return cls(models, hashes, rank, offsets)
+        return cls(models, hashes, rank, offsets, heat)
 
 
 def profile(corpus: Corpus, ssms: Sequence[Path], batch_tokens: int = 4096) -> Profile:
@@ -100,21 +125,25 @@ def profile(corpus: Corpus, ssms: Sequence[Path], batch_tokens: int = 4096) -> P
     from tqdm import tqdm
 
     tuning.check_ssms(ssms, corpus)
-    ranks, hashes = [], []
+    ranks, hashes, answers = [], [], corpus.answers
     for ssm in ssms:
         student = tuning.Student(ssm).eval()
         every = tuning.batches(corpus, np.arange(corpus.num_sequences), batch_tokens)
         rank = np.full(corpus.num_answers, WIDEST)
         for batch in tqdm(every, desc=ssm.name, unit="batch"):
-            rank[batch.rows] = tuning.ranks(student, corpus, batch, WIDEST)
+            rank[batch.rows] = tuning.ranks(student, answers, batch, WIDEST)
         ranks.append(rank)
         hashes.append(",".join(weight_hashes(ssm)))
-    return Profile(tuple(map(str, ssms)), tuple(hashes), np.array(ranks), corpus.answer_offsets)
+    return Profile(tuple(map(str, ssms)), tuple(hashes), np.array(ranks), corpus.answer_offsets, corpus.heat)
 
 
 def plot(found: Profile, file: Path) -> None:
-    """Acceptance by number of children, of each SSM and merged."""
+    """Acceptance by number of children, of each SSM and merged, at every temperature."""
     every, widths = range(len(found.ssms)), range(1, WIDEST + 1)
     groups = {Path(found.ssms[i]).name: [i] for i in every} | ({"merged": every} if len(every) > 1 else {})
-    shares = {name: [found.coverage(group, width) for width in widths] for name, group in groups.items()}
+    shares = {}
+    for temperature in found.temperatures:
+        part = found.at(temperature)
+        for name, group in groups.items():
+            shares[f"{name}, T={temperature:g}"] = [part.coverage(group, width) for width in widths]
     curves.plot(shares, widths, "children of each SSM", "holds the LLM's token", file)

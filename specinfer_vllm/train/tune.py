@@ -25,7 +25,7 @@ from specinfer_vllm.propose.draft_vocab import check_ids
 from specinfer_vllm.train.corpus import Corpus
 from specinfer_vllm.train.curves import plot
 from specinfer_vllm.train.cut import check_model, copy_texts, weight_hashes
-from specinfer_vllm.train.inputs import InputError, check_disk, check_new, read_json
+from specinfer_vllm.train.inputs import InputError, check_disk, check_memory, check_new, read_json
 
 RANKS = 5
 STATE = "tuning.json"
@@ -167,19 +167,22 @@ def divergence(logits: torch.Tensor, student: Student, corpus: Corpus, rows: np.
 
 
 @torch.no_grad()
-def ranks(student: Student, corpus: Corpus, batch: Batch, width: int) -> np.ndarray:
-    """Place of the LLM's token among the SSM's `width` likeliest at the batch's places [n] int64; width = not there."""
+def ranks(student: Student, wanted: np.ndarray, batch: Batch, width: int) -> np.ndarray:
+    """Place of the wanted token among the SSM's `width` likeliest at the batch's places [n] int64; width = not there.
+
+    wanted [answers] int: a token for each row of the corpus
+    """
     device = student.ids.device
     logits = student(batch.tokens.to(device), batch.lengths.to(device), batch.at.to(device))
     likeliest = student.ids[logits.topk(min(width, logits.shape[1]), dim=-1).indices].cpu().numpy()
-    found = likeliest == corpus.best[batch.rows, :1]
+    found = likeliest == wanted[batch.rows, None]
     return np.where(found.any(axis=1), found.argmax(axis=1), width)
 
 
 def acceptance(student: Student, corpus: Corpus, some: Sequence[Batch]) -> tuple[Acceptance, np.ndarray]:
     """(how often the LLM's token is among the likeliest, rows of `best` where it is the first of all)."""
     student.eval()
-    found = [ranks(student, corpus, batch, RANKS) for batch in some]
+    found = [ranks(student, corpus.best[:, 0], batch, RANKS) for batch in some]
     student.train()
     rank = np.concatenate([np.zeros(0, np.int64), *found])
     rows = np.concatenate([np.zeros(0, np.int64), *(batch.rows for batch in some)])
@@ -216,6 +219,16 @@ def boost_tune(
             _, agreed = acceptance(student, corpus, every)
             missed[agreed] = False
     return histories
+
+
+def memory_needed(ssm: Path, batch_tokens: int) -> int:
+    """Bytes that tuning an SSM takes, estimated: weights and their moments, and what a step keeps of a batch."""
+    config = read_json(ssm / "config.json")
+    weights = sum(file.stat().st_size for file in ssm.glob("*.safetensors"))
+    narrow = len(np.load(ssm / DRAFT_VOCAB)) if (ssm / DRAFT_VOCAB).is_file() else config["vocab_size"]
+    hidden, inner = config.get("hidden_size", 0), config.get("intermediate_size", 0)
+    kept_of_token = 3 * narrow + config["num_hidden_layers"] * (16 * hidden + 4 * inner)
+    return 4 * weights + 4 * batch_tokens * kept_of_token
 
 
 def recipe_of(corpus: Corpus, ssm: Path, settings: Settings, wanted: np.ndarray | None) -> dict[str, Any]:
@@ -280,6 +293,9 @@ def tune(
     check_disk(out, 7 * sum(file.stat().st_size for file in ssm.glob("*.safetensors")))
     set_seed(settings.seed)
     accelerator = Accelerator(mixed_precision=settings.precision)
+    if accelerator.device.type == "cpu":
+        remedy = "lower --batch-tokens, or narrow the SSM's head with `specinfer cut --vocab`"
+        check_memory(f"--batch-tokens {settings.batch_tokens}", memory_needed(ssm, settings.batch_tokens), remedy)
     learning, held = split(corpus, settings.held_out, settings.seed)
     train = batches(corpus, learning, settings.batch_tokens, wanted)
     test = batches(corpus, held, settings.batch_tokens)

@@ -30,10 +30,28 @@ def worthwhile_alone(score: np.ndarray, row_cost: float) -> np.ndarray:
     return _best_count(score, 1, row_cost)
 
 
+def level_pays(score: np.ndarray, read: np.ndarray, levels: int, row_cost: float, level_cost: float) -> bool:
+    """Whether an SSM should draw one more level: it gains at most what the chances of its parents add up to.
+
+    score [requests, nodes] of the levels drawn so far, read [requests, parents] of the parents of the next one.
+    level_cost: time of drafting a level for one row, as a share of an LLM pass over one row; more rows cost as there.
+    """
+    tokens, time = _goodput(score.reshape(-1), len(score), row_cost)
+    each = level_cost * (1 + row_cost * (read.size - 1))
+    rate = float((tokens / (time + each * levels)).max())
+    return float(np.exp(read).sum()) > each * rate
+
+
 def _best_count(score: np.ndarray, requests: int, row_cost: float) -> np.ndarray:
     """The number of nodes with the most tokens per time, along the last axis of score [.., nodes]."""
+    tokens, time = _goodput(score, requests, row_cost)
+    return np.argmax(tokens / time, axis=-1)
+
+
+def _goodput(score: np.ndarray, requests: int, row_cost: float) -> tuple[np.ndarray, np.ndarray]:
+    """(tokens [.., nodes + 1], time [nodes + 1]) of a pass with the best 0, 1, .. of the nodes."""
     chances = -np.sort(-np.exp(score.astype(np.float64)), axis=-1)
     none = np.zeros((*chances.shape[:-1], 1))
     tokens = requests + np.concatenate([none, np.cumsum(chances, axis=-1)], axis=-1)
     time = 1 + row_cost * (requests - 1 + np.arange(tokens.shape[-1]))
-    return np.argmax(tokens / time, axis=-1)
+    return tokens, time

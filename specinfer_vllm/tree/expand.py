@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from specinfer_vllm.tree.checks import INT64, as_integers, per_request
 from specinfer_vllm.tree.paths import descending, place_among_equals
+from specinfer_vllm.tree.static import num_nodes
 from specinfer_vllm.tree.topology import TokenTrees, depth_first, keep_rows
 
 MAX_NODES = 1 << 16
@@ -36,20 +37,6 @@ def parse_expansion(expansion: str | Iterable[int]) -> tuple[int, ...]:
     if len(widths) > MAX_NODES or num_nodes(widths) > MAX_NODES:
         raise ValueError(f"expansion: {expansion!r} has more than {MAX_NODES} nodes; give fewer or smaller levels")
     return widths
-
-
-def level_sizes(expansion: Iterable[int]) -> list[int]:
-    """Nodes at each depth from 1 on: the running products of the expansion."""
-    sizes, size = [], 1
-    for width in expansion:
-        size *= width
-        sizes.append(size)
-    return sizes
-
-
-def num_nodes(expansion: Iterable[int]) -> int:
-    """Nodes of the full tree, the root not counted."""
-    return sum(level_sizes(expansion))
 
 
 def static_topology(expansion: str | Iterable[int]) -> np.ndarray:
