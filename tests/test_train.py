@@ -420,7 +420,7 @@ COSTS = {
 @pytest.fixture
 def planned(tmp_path):
     """(profile, costs) of two SSMs that know different halves of the texts."""
-    rank = np.repeat([[0, 9], [9, 0]], 40, axis=1)
+    rank = np.repeat([[0, 16], [16, 0]], 40, axis=1)  # 16 = not among those that are told apart
     Profile(("a", "b"), ("", ""), rank, np.array([0, 40, 80]), np.zeros(2)).save(tmp_path / "p.json")
     (tmp_path / "c.json").write_text(json.dumps(COSTS))
     return tmp_path / "p.json", tmp_path / "c.json"
