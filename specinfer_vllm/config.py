@@ -71,6 +71,12 @@ class SsmOptions:
     revision: str | None = option(None, "branch, tag or commit of a hub model")
     expansion: tuple[int, ...] | None = option(None, "children per node on each level; the tree's own when not given")
     tree: tuple[tuple[int, ...], ...] | None = option(None, "its nodes; the tree's own when not given")
+    dtype: str = option(
+        AUTO,
+        "of its matrices: auto = bfloat16 beside an LLM in float32 on CPUs that multiply it, else the LLM's; llm = the "
+        "LLM's",
+        choices=(AUTO, "llm"),
+    )
     width: int = option(4, "nodes kept per level when no static tree is given (EAGLE-2)", "nodes", 1, MAX_WIDTH)
 
 
@@ -113,7 +119,7 @@ class TreeOptions:
     )
     draft_cost: float | None = option(
         None,
-        "time of one level of an SSM's drafting; levels that are not worth theirs are not drafted. "
+        "time of one level of an SSM's drafting; levels of likeliest children that are not worth it are not drafted. "
         f"0 drafts all; default {DEFAULT_DRAFT_COST}, or 0 with a static tree, which says what to draft",
         "passes over one row",
         0,
@@ -185,6 +191,10 @@ class TreeOptions:
             raise TreeOptionError(
                 f"{WHERE}.share_recycling: 'recycling' is not among the proposers; add it to {WHERE}.proposers "
                 "or leave share_recycling out"
+            )
+        if self.draft_cost is not None and not self.ssms:
+            raise TreeOptionError(
+                f"{WHERE}.draft_cost: it is the cost of an SSM's levels and there is none; give ssms=[...]"
             )
         if self.primer not in (AUTO, NONE) and "recycling" not in self.free_proposers:
             raise TreeOptionError(
@@ -473,7 +483,7 @@ def ssm_slots(options: TreeOptions, index: int) -> int:
 def read_ssm(value: Any, name: str) -> SsmOptions:
     """A path, a dict of SsmOptions, or SsmOptions. Raises TreeOptionError."""
     if isinstance(value, SsmOptions):
-        return value
+        value = {each.name: getattr(value, each.name) for each in fields(value)}
     if isinstance(value, (str, os.PathLike)):
         value = {"model": value}
     if not isinstance(value, Mapping):

@@ -183,6 +183,8 @@ REFUSED = {
     "width beside an expansion": ({"ssms": [{"model": "a", "width": 2, "expansion": [1]}]}, r"ssms\[0\].width: an exp"),
     "width beside a tree": ({"ssms": [{"model": "a", "width": 2}], "tree": PATHS}, r"ssms\[0\].width: .* or a tree is"),
     "vllm's tree": ({"speculative_token_tree": "[(0,)]"}, "speculative_token_tree: unknown .* did you mean 'tree'"),
+    "cost of drafting without ssm": ({"draft_cost": 0.1}, "draft_cost: it is the cost of an SSM's levels"),
+    "an object with a bad tree": ({"ssms": [SsmOptions("a", tree=((0,), (2,)))]}, r"ssms\[0\].tree: \[2\] stands"),
     "tree without ssm": ({"tree": PATHS}, "tree: it shapes the trees of SSMs and there is none"),
     "tree and expansion": (
         {"ssms": ["a"], "tree": PATHS, "expansion": [1]},

@@ -243,7 +243,8 @@ def test_an_ssm_with_draft_free_proposers(plain, model_path, ssm_path):
 )
 def test_an_ssm_that_is_the_llm_is_always_right(plain, model_path, shape, nodes):
     """Its K/V must be valid after acceptance, chunked prefill, prefix hits and preemption, or it would be refused."""
-    found = check_ssms(plain, model_path, {"ssms": [str(model_path)], **shape}, ["ssm0"])
+    ssm = {"model": str(model_path), "dtype": "llm"}
+    found = check_ssms(plain, model_path, {"ssms": [ssm], **shape}, ["ssm0"])
     assert found.stats["accepted"] >= 0.97 * 3 * found.stats["nodes"] / nodes
 
 

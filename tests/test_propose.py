@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -155,6 +156,24 @@ def test_owners_budgets_and_shapes():
     assert chain.num_nodes[0] == chain.max_depth
     assert Ensemble(two, merge="first").propose(batch([[9]])).tokens[1:].tolist() == [1, 2]
     assert Ensemble([Fixed("a", [1], score=-5.0)], row_cost=0.1).propose(batch([[9]])).num_nodes[0] == 0
+
+
+def test_those_whose_drafts_cost_time_are_told_what_the_others_have():
+    told = {}
+
+    class Costly(Fixed):
+        last = True
+
+        def propose(self, batch):
+            told[self.name] = batch.covered
+            return super().propose(batch)
+
+    ensemble = Ensemble([Costly("a", [5]), Fixed("free", [1, 2], score=-1.0), Costly("b", [6])])
+    trees = ensemble.propose(replace(batch([[9]]), max_depth=np.full(1, 4, np.int32)))
+    np.testing.assert_allclose(told["a"], [[np.exp(-1), np.exp(-2), 0, 0]], rtol=1e-6)
+    np.testing.assert_allclose(told["b"], [[np.exp(-0.1), np.exp(-2), 0, 0]], rtol=1e-6)  # the best at each depth
+    assert set(trees.draw_owner.tolist()) == {0, 1, 2}
+    assert trees.tokens[trees.draw_row[trees.draw_owner == 0]].tolist() == [5]
 
 
 @pytest.mark.parametrize("option", [{"merge": "none"}, {"batch_nodes": -1}, {"row_cost": 2}])

@@ -67,7 +67,7 @@ class TableSsm(SsmProposer):
         self.static = LevelShape.of_tree(StaticTree.of_expansion(shape) if isinstance(shape, tuple) else shape)
         self.options = type("Options", (), {"width": width})
         self.row_cost, self.num_ssms, self.num_slots, self.max_len = row_cost, ssms, 0, 1 << 20
-        self.level_cost = 0.08
+        self.level_cost, self.step = 0.08, type("Step", (), {"slots": np.arange(REQUESTS)})
         self.num_tokens, self.lost = VOCAB, np.zeros(REQUESTS, bool)
         logits = LLM_LOGITS + table(10 + index, 0.8)
         self.model = type("Model", (), {"compute_logits": staticmethod(lambda states: logits[states[:, 0].long()])})
@@ -348,3 +348,15 @@ def test_doubtful_levels_are_left_out_of_greedy_trees_only():
     assert ssm.propose(replace(batch, sampling=None)).max_depth < 4
     ssm.level_cost = 0.0
     assert ssm.propose(replace(batch, sampling=None)).max_depth == 4
+
+
+def test_requests_whose_pass_failed_are_not_drafted_until_they_end():
+    ssm, batch = TableSsm(0), replace(draft_batch("any", 8, seed=9), sampling=None)
+    ssm.step = type("Step", (), {"slots": np.array([2, -1, 5])})
+    ssm.draw = None
+    with pytest.raises(TypeError):
+        ssm.propose(batch)
+    del ssm.draw
+    assert np.flatnonzero(ssm.lost).tolist() == np.flatnonzero(ssm.propose(batch).num_nodes == 0).tolist() == [2, 5]
+    ssm.finish(2)
+    assert np.flatnonzero(ssm.propose(batch).num_nodes == 0).tolist() == [5]

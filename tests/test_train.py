@@ -388,12 +388,12 @@ def test_depths_are_conditional_on_the_path_above():
     found = Profile(("a",), ("",), np.array([[0, 0, 3, 0, 0, 0, 9, 0]]), np.array([0, 8]), np.zeros(1))
     accepted = found.ranks(0).accepted([1] * 8)
     assert accepted.tolist() == [2, 1, 0, 3, 2, 1, 0, 0]  # the last place emits nothing behind it
-    assert found.by_depth(0, 1)[:3] == pytest.approx([5 / 8, 3 / 5, 1 / 3])
+    assert found.by_depth(0, 1)[:3] == pytest.approx([5 / 7, 3 / 5, 1 / 3])  # nothing is tried behind the text
 
 
 def test_sampled_texts_are_counted_by_what_was_drawn(ssm, tmp_path, capsys):
     tokens, best = [5, 16, 49, 7, 9], [[49, 7], [7, 9], [9, 7]]
-    drawn = [(tokens, 2, heat, np.array(best), np.log([[0.6, 0.4]] * 3)) for heat in (0.0, 0.7, 0.7)]
+    drawn = [(tokens, 2, temperature, np.array(best), np.log([[0.6, 0.4]] * 3)) for temperature in (0.0, 0.7, 0.7)]
     other = ([5, 16, 7, 9, 7], *drawn[1][1:])  # the same laws, but the second likeliest drawn each time
     CorpusWriter(tmp_path / "corpus", {}).write(0, corpus := Corpus.of([drawn[0], other, drawn[2]], 2))
     assert corpus.answers.tolist() == [49, 7, 9, 7, 9, 7, 49, 7, 9]
@@ -418,10 +418,11 @@ COSTS = {
 
 
 @pytest.fixture
-def planned(tmp_path):
+def planned(tmp_path, monkeypatch):
     """(profile, costs) of two SSMs that know different halves of the texts."""
+    monkeypatch.chdir("/")
     rank = np.repeat([[0, 16], [16, 0]], 40, axis=1)  # 16 = not among those that are told apart
-    Profile(("a", "b"), ("", ""), rank, np.array([0, 40, 80]), np.zeros(2)).save(tmp_path / "p.json")
+    Profile(("/a", "/b"), ("", ""), rank, np.array([0, 40, 80]), np.zeros(2)).save(tmp_path / "p.json")
     (tmp_path / "c.json").write_text(json.dumps(COSTS))
     return tmp_path / "p.json", tmp_path / "c.json"
 
@@ -441,7 +442,26 @@ def test_best_first_trees_get_the_measured_costs(planned, tmp_path):
     profile, costs = map(str, planned)
     assert cli.main(["shape", profile, "--costs", costs, "--best-first", "-o", str(tmp_path / "s.json")]) == 0
     options = TreeOptions.from_value(str(tmp_path / "s.json"))
-    assert (options.row_cost, options.draft_cost) == (0.025, 0.02) and len(options.ssms) == 2
+    assert (options.row_cost, options.draft_cost) == (0.025, pytest.approx(0.02 / (1 + 3 * 0.025), abs=1e-4))
+    assert len(options.ssms) == 2
+
+
+@pytest.mark.parametrize("batch", ["1", "8"])
+def test_costs_given_as_numbers_come_out_as_they_were(batch, planned, tmp_path):
+    command = ["shape", str(planned[0]), "--best-first", "-o", str(tmp_path / "s.json"), "--batch", batch]
+    assert cli.main([*command, "--row-cost", "0.03", "--draft-cost", "0.06"]) == 0
+    options = TreeOptions.from_value(str(tmp_path / "s.json"))
+    assert (options.row_cost, options.draft_cost) == (0.03, 0.06)
+
+
+def test_shapes_that_could_not_be_served_are_refused(planned, tmp_path, capsys):
+    for wrong, message in (
+        (["-o", "s.cfg"], "ends in .json"),
+        (["--nodes", "1025"], "--nodes: give 1 to 1024"),
+        (["--depth", "65"], "--depth: 1 to 64"),
+        (["--batch", "-3"], "--batch: give at least 1"),
+    ):
+        assert message in said(capsys, "shape", planned[0], "-o", tmp_path / "s.json", *wrong)
 
 
 @pytest.mark.parametrize("damage", ["{}", "[]", "{", '{"llm": 1, "ssms": [], "machine": "", "batches": []}'])
@@ -454,7 +474,9 @@ def test_damaged_costs_are_named(damage, planned, tmp_path, capsys):
 def test_costs_of_other_ssms_and_a_measurement_without_an_llm_are_refused(planned, tmp_path, capsys):
     planned[1].write_text(json.dumps(COSTS | {"ssms": ["a"], "batches": [COSTS["batches"][0] | {"level": [0.1]}]}))
     out = tmp_path / "s.json"
-    assert "of 1 SSMs" in said(capsys, "shape", planned[0], "--costs", planned[1], "-o", out)
+    assert "of ['a'], the profile of ['/a', '/b']" in said(
+        capsys, "shape", planned[0], "--costs", planned[1], "-o", out
+    )
     assert "--llm: name" in said(capsys, "shape", planned[0], "--measure", tmp_path, "-o", out)
     assert not out.exists()
 

@@ -46,21 +46,38 @@ def test_free_rows_take_every_node_and_dear_ones_none():
     assert worthwhile(roots([1, 2]), 0.05) == 0
 
 
+NONE = np.zeros(1)  # nobody else proposes
+
+
 def test_a_level_is_drafted_as_long_as_its_parents_are_likely_enough():
     sure, doubtful = np.log(np.array([[0.9, 0.05]])), np.log(np.array([[0.05, 0.01]]))
-    assert level_pays(sure, sure, 1, 0.05, 0.08)
-    assert not level_pays(doubtful, doubtful, 1, 0.05, 0.08)
-    assert not level_pays(sure, sure, 1, 0.05, 1.0)
-    assert level_pays(doubtful, doubtful, 1, 0.05, 0.0)
+    assert level_pays([sure], [sure], NONE, 0.05, 0.08)
+    assert not level_pays([doubtful], [doubtful], NONE, 0.05, 0.08)
+    assert not level_pays([sure], [sure], NONE, 0.05, 1.0)
+    assert level_pays([doubtful], [doubtful], NONE, 0.05, 0.0)
 
 
 def test_nothing_left_to_draft_from_ends_the_drafting():
     nothing = np.full((2, 3), -np.inf)
-    assert not level_pays(nothing, nothing, 1, 0.05, 0.0)
+    assert not level_pays([nothing], [nothing], NONE, 0.05, 0.0)
 
 
 def test_a_level_delays_every_request():
     likely, others = np.log(np.array([[0.9]])), np.log(np.full((20, 1), 0.001))
-    assert level_pays(likely, likely, 1, 0.01, 0.08)
+    assert level_pays([likely], [likely], NONE, 0.01, 0.08)
     batch = np.concatenate([likely, others])
-    assert not level_pays(batch, batch, 1, 0.01, 0.08)
+    assert not level_pays([batch], [batch], NONE, 0.01, 0.08)
+
+
+def test_what_others_have_proposed_is_not_drafted_again():
+    sure = np.log(np.array([[0.9, 0.05], [0.5, 0.1]]))
+    assert level_pays([sure], [sure], np.array([0.9, 0.0]), 0.05, 0.08)
+    assert not level_pays([sure], [sure], np.array([0.9, 0.55]), 0.05, 0.08)
+    assert level_pays([sure], [sure], np.array([1.0, 0.0]), 0.05, 0.08)  # one request's cover is not another's
+
+
+def test_a_level_that_keeps_little_of_its_parents_chance_is_the_last():
+    """Ten tokens that are all as likely: the next level will be no surer."""
+    flat = np.log(np.full((1, 4), 0.1))
+    assert level_pays([flat], [flat], NONE, 0.05, 0.1)
+    assert not level_pays([flat, 2 * flat], [flat, 2 * flat], NONE, 0.05, 0.1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Expansions and the choice of the best nodes."""
+"""The choice of the best nodes."""
 
 import numpy as np
 import pytest
@@ -7,67 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tree_cases import batches, grown, same_arrays, to_plain, walked
 
-from specinfer_vllm.tree.expand import (
-    MAX_NODES,
-    parse_expansion,
-    prune,
-    prune_batch,
-    static_topology,
-)
-from specinfer_vllm.tree.static import level_sizes, num_nodes
+from specinfer_vllm.tree.expand import prune, prune_batch
 from specinfer_vllm.tree.topology import depth_first, from_arrays, roots
 
-expansions = st.lists(st.integers(1, 3), min_size=1, max_size=5)
 small = batches()
-
-
-@pytest.mark.parametrize(
-    "text", ["1,1,3,1", "<1,1,3,1>", "[1, 1, 3, 1]", " 1,1 ,3,1 ", "(1,1,3,1)", [1, 1, 3, 1], (1, 1, np.int32(3), 1)]
-)
-def test_all_spellings_of_an_expansion_agree(text):
-    assert parse_expansion(text) == (1, 1, 3, 1)
-
-
-@pytest.mark.parametrize(
-    ("expansion", "message"),
-    [
-        ("", "is empty"),
-        ("<>", "is empty"),
-        ([], "is empty"),
-        ("1,x", "is no list of integers"),
-        ("1,,2", "is no list of integers"),
-        ("<1,2", "is no list of integers"),
-        ([1, 2.0], "is no list of integers"),
-        ([1, True], "is no list of integers"),
-        (None, "is no list of integers"),
-        (3, "is no list of integers"),
-        ("1,0,2", "has 0 children at depth 2"),
-        ([2, -1], "has -1 children at depth 2"),
-        ([MAX_NODES + 1], f"more than {MAX_NODES} nodes"),
-        ([1000] * 10**4, f"more than {MAX_NODES} nodes"),
-    ],
-)
-def test_bad_expansions_are_refused_by_name(expansion, message):
-    with pytest.raises(ValueError, match=rf"(?s)^expansion: .*{message}"):
-        parse_expansion(expansion)
-
-
-@given(expansions)
-def test_the_full_tree_has_every_node_of_the_expansion_depth_first(expansion):
-    parent = static_topology(expansion)
-    # siblings need different tokens: their own row will do
-    trees = from_arrays([0, len(parent)], np.arange(len(parent)), parent)
-    assert trees.num_nodes.tolist() == [num_nodes(expansion)]
-    assert trees.is_depth_first
-    assert np.bincount(trees.depth).tolist() == [1, *level_sizes(expansion)]
-    width = dict(enumerate([*expansion, 0]))
-    assert all(len(trees.children(0, node)) == width[trees.depth[node]] for node in range(trees.num_rows))
-
-
-def test_the_expansion_of_the_paper():
-    assert level_sizes((1, 1, 3, 1, 1, 1, 1, 1)) == [1, 1, 3, 3, 3, 3, 3, 3]
-    assert num_nodes((1, 1, 3, 1, 1, 1, 1, 1)) == 20
-    assert static_topology((1, 2, 1)).tolist() == [-1, 0, 1, 2, 1, 4]
 
 
 def _best(nodes, most):

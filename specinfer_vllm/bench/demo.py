@@ -24,10 +24,13 @@ def main(arguments: list[str] | None = None) -> int:
     chats = prompts.load(["humaneval", "mtbench"], options.prompts)
     shared = engines.settings(model, options.compiled, max_num_seqs=options.batch)
     how = "compiled (starting takes minutes)" if options.compiled else "eager (starting takes about a minute)"
-    print(f"starting plain vLLM and vLLM with --speculative-config tree, {how}", flush=True)
+    print(f"starting plain vLLM and vLLM with token trees, {how}", flush=True)
+    ssms = [] if options.draft_free else [str(smollm2.ssms()[0])]
+    print(f"SSM: {Path(ssms[0]).name if ssms else 'none'}", flush=True)
     primer = find_primer(AUTO, model)
     print(f"primer: {primer or 'none; `specinfer primer` makes one, which saves more steps'}", flush=True)
-    running = {"plain": LLM(**shared), "tree": LLM(**shared, speculative_config="tree")}
+    tree = {"method": "tree", "ssms": ssms, "proposers": ["recycling"]}
+    running = {"plain": LLM(**shared), "tree": LLM(**shared, speculative_config=tree)}
     params = SamplingParams(temperature=0, max_tokens=options.tokens)
     print(
         f"{len(chats)} prompts (HumanEval, MT-bench), {options.tokens} tokens each, {options.batch} at a time; "
@@ -48,6 +51,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=96, help="output tokens per prompt (default 96)")
     parser.add_argument("--batch", type=int, default=1, help="requests at a time (default 1)")
     parser.add_argument("--repeats", type=int, default=3, help="alternating runs of each engine (default 3)")
+    parser.add_argument("--draft-free", action="store_true", help="without an SSM, as the bare word `tree` serves")
     parser.add_argument("--compiled", action="store_true", help="torch.compile both engines, as vLLM does by default")
     parser.add_argument("--picture", type=Path, default=Path("tree.png"), help="where to draw it (default tree.png)")
     return parser.parse_args(arguments)

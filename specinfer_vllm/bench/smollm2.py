@@ -51,17 +51,23 @@ def cut(model: Path | str, layers: Sequence[int], out: Path | None = None) -> Pa
 PACKED = Path(__file__).parents[1] / "ssms" / NAME
 
 
-def ssms() -> list[Path]:
-    """The SSMs that come with the package, best first, as folders in the cache; made on the first call."""
+@functools.cache
+def ssms() -> tuple[Path, ...]:
+    """The SSMs that come with the package, best first, as folders in the cache; made on the first call.
+
+    Raises RuntimeError where the package was installed without them.
+    """
     from specinfer_vllm.train.pack import assemble
 
-    llm = model_path()
-    found = []
-    for file in sorted(PACKED.glob("*.safetensors")):
+    files = sorted(PACKED.glob("*.safetensors"))
+    if not files:
+        raise RuntimeError(f"{PACKED}: holds no SSMs; install specinfer-vllm again")
+    llm, found = model_path(), []
+    for file in files:
         recipe = f"packed {cache.sha256(file)} of {NAME}, v1"
         folder = cache.folder() / f"{NAME}-{file.stem}"
         found.append(cache.built(folder, recipe, lambda draft, file=file: assemble(file, llm, draft)))
-    return found
+    return tuple(found)
 
 
 def _build(draft: Path) -> None:

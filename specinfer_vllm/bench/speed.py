@@ -13,13 +13,17 @@ from pathlib import Path
 from typing import Any
 
 # The chain is the tree's own proposers without branches, so that only the tree's shape differs.
+RECYCLING = {"proposers": ["recycling"]}
 ROWS: dict[str, dict[str, Any] | None] = {
     "plain": None,
     "chain": {"method": "tree", "branches": 1, "primer": "none"},
     "tree": {"method": "tree", "primer": "none"},
     "chain, primer": {"method": "tree", "branches": 1, "primer": "auto"},
     "tree, primer": {"method": "tree", "primer": "auto"},
-}
+    "chain, SSM": {"method": "tree", "branches": 1, "primer": "none", "ssms": [{"width": 1}], **RECYCLING},
+    "tree, SSM": {"method": "tree", "primer": "none", "ssms": [{}], **RECYCLING},
+    "tree, SSM, primer": {"method": "tree", "primer": "auto", "ssms": [{}], **RECYCLING},
+}  # SSMs get the better one of the package's own as their model
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -36,9 +40,12 @@ def main(arguments: list[str] | None = None) -> int:
     if any("primer" in name for name in options.rows):
         cache.say(f"primer: {primer.build(model)}")
     shared = engines.settings(model, not options.eager, max(options.batch))
-    configurations = {name: ROWS[name] for name in options.rows}
     running: dict[str, Any] = {}
-    for name, configuration in configurations.items():
+    for name in options.rows:
+        configuration = ROWS[name]
+        if configuration and "ssms" in configuration:
+            best = str(smollm2.ssms()[0])
+            configuration = configuration | {"ssms": [each | {"model": best} for each in configuration["ssms"]]}
         print(f"starting {name}", flush=True)
         running[name] = LLM(**shared, **({"speculative_config": configuration} if configuration else {}))
     chats = [each.messages for each in prompts.load(["mtbench", "humaneval"], options.prompts)]
@@ -67,7 +74,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", help="LLM (default: SmolLM2-135M-Instruct)")
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
     parser.add_argument("--json", type=Path, help="also write the numbers here")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.model and any("SSM" in name for name in options.rows):
+        parser.error("--model: the package has SSMs for SmolLM2-135M-Instruct only; leave out the rows with an SSM")
+    return options
 
 
 def measured(running: dict, chats: list, params: Any, batch: int, repeats: int) -> tuple[dict, list[str]]:

@@ -18,6 +18,9 @@ import torch
 from specinfer_vllm.propose.proposer import DraftSampling
 from specinfer_vllm.verify import draft
 
+# The LLM's likeliest token is the SSM's more often than the SSM's own law says. At 0.75 the chances of boost-tuned SSMs
+# fit on 7,000 held-out places of greedy answers: 0.60 expected of the first child, 0.61 found (0.46 at 1).
+SHARPNESS = 0.75
 # Nodes of one SSM's tree, in units of which the SSMs' draws are told apart.
 NODES = 1 << 20
 
@@ -73,7 +76,7 @@ class ChildSampler:
 
     def children(self, logits: torch.Tensor, width: int, parent: torch.Tensor) -> Children:
         """Children of each node; parent [requests, nodes] int64 = local indices of the nodes themselves."""
-        score, token = logits.log_softmax(dim=-1).topk(width, dim=-1)
+        score, token = (logits / SHARPNESS).log_softmax(dim=-1).topk(width, dim=-1)
         nothing = torch.zeros_like(token)
         children = Children(token, score, nothing, nothing - 1)
         if self.sampling is not None:

@@ -8,6 +8,7 @@ Exact all the same: q is the law over the narrowed vocabulary, and what cannot b
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,19 +25,24 @@ FILE = "draft_vocab.npy"
 class NarrowHead:
     """Logits of some tokens only.
 
-    ids      [narrow] int64
-    weight   [narrow, hidden]    the rows of the model's head
+    ids        [narrow] int64
+    multiply   states [rows, hidden] to [rows, narrow], by the rows of the model's head
     scale, soft_cap    what the model does to its logits: soft_cap * tanh(logits / soft_cap), then times scale
     """
 
     ids: torch.Tensor
-    weight: torch.Tensor
+    multiply: Callable[[torch.Tensor], torch.Tensor]
     scale: float = 1.0
     soft_cap: float | None = None
 
     @classmethod
-    def of(cls, model: torch.nn.Module, ids: np.ndarray) -> NarrowHead:
-        """From a model that vLLM loaded. ValueError where its head is no plain matrix."""
+    def of(
+        cls, model: torch.nn.Module, ids: np.ndarray, matrix: Callable[[torch.Tensor], Callable] | None = None
+    ) -> NarrowHead:
+        """From a model that vLLM loaded. matrix: makes `multiply` of the head's rows [narrow, hidden]; None = plain.
+
+        ValueError where the model's head is no plain matrix.
+        """
         import torch
 
         weight = getattr(getattr(model, "lm_head", None), "weight", None)
@@ -44,13 +50,15 @@ class NarrowHead:
             kind = type(model).__name__
             raise ValueError(f"the head of {kind} is no plain matrix; remove {FILE} from the SSM's folder")
         chosen = torch.from_numpy(ids).to(weight.device)
+        rows = weight.detach()[chosen].contiguous()
         processor = getattr(model, "logits_processor", None)
         scale, cap = getattr(processor, "scale", 1.0), getattr(processor, "soft_cap", None)
-        return cls(chosen, weight.detach()[chosen].contiguous(), scale, cap)
+        multiply = (lambda states: states @ rows.T) if matrix is None else matrix(rows)
+        return cls(chosen, multiply, scale, cap)
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """[rows, narrow] from states [rows, hidden]."""
-        logits = states @ self.weight.T
+        logits = self.multiply(states)
         if self.soft_cap is not None:
             logits = (logits / self.soft_cap).tanh() * self.soft_cap
         return logits * self.scale if self.scale != 1.0 else logits

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -66,8 +66,12 @@ class Ensemble:
     def propose(self, batch: DraftBatch) -> TokenTrees:
         """One tree per request, depth-first, within max_depth, max_nodes and batch_nodes."""
         laws: list[torch.Tensor] = []
-        proposed = (self._proposed(i, batch, laws) for i in self._active())
-        trees = [each for each in proposed if each is not None]
+        proposed: dict[int, TokenTrees] = {}
+        for i in sorted(self._active(), key=lambda i: self.proposers[i].last):
+            told = replace(batch, covered=_covered(proposed.values(), batch)) if self.proposers[i].last else batch
+            if (found := self._proposed(i, told, laws)) is not None:
+                proposed[i] = found
+        trees = [proposed[i] for i in sorted(proposed)]
         self.laws = torch.cat(laws) if laws else None
         if not trees:
             return roots(batch.root_tokens())
@@ -138,6 +142,17 @@ class Ensemble:
                 logger.exception("proposer %r failed and is left out of this step; further failures are counted", name)
             return False
         return True
+
+
+def _covered(proposed: Iterable[TokenTrees], batch: DraftBatch) -> np.ndarray:
+    """DraftBatch.covered of what was proposed so far: that of the proposer which has the most at each depth."""
+    covered = np.zeros((batch.num_requests, max(int(batch.max_depth.max(initial=0)), 0)))
+    for trees in proposed:
+        rows = trees.depth > 0
+        mine = np.zeros_like(covered)
+        np.add.at(mine, (trees.request[rows], trees.depth[rows] - 1), np.exp(trees.score[rows]))
+        covered = np.maximum(covered, mine)
+    return np.minimum(covered, 1)
 
 
 def _sampled_rows(trees: TokenTrees) -> np.ndarray:

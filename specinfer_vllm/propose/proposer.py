@@ -43,6 +43,8 @@ class DraftBatch:
     max_depth  [requests] int32   longest path that may be proposed, 0 = none
     max_nodes  [requests] int32   most nodes that may be proposed, 0 = none
     sampling   None when no request's children are sampled
+    covered    [requests, levels] float64    chance that a node which was proposed before is accepted at depth 1, 2, ..;
+               for proposers that are `last`, None for the others
     """
 
     slots: np.ndarray
@@ -52,6 +54,7 @@ class DraftBatch:
     max_depth: np.ndarray
     max_nodes: np.ndarray
     sampling: DraftSampling | None = None
+    covered: np.ndarray | None = None
 
     @property
     def sampled(self) -> np.ndarray:
@@ -93,8 +96,10 @@ class Proposer(ABC):
     name            what counters and logs call it
     num_successors  how many best next tokens per row `observe` wants to see, 0 = it does not look
     laws            [laws, vocab] float32, what the last `propose` sampled from; None when it sampled nothing
+    last            whether it proposes after those that are not, and is told what they have: its own drafts cost time
     """
 
+    last: bool = False
     name: str = "proposer"
     num_successors: int = 0
     laws: torch.Tensor | None = None

@@ -23,9 +23,10 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from specinfer_vllm.attention.cpu import TreePass
 from specinfer_vllm.attention.tree_mask import WORD_BITS, TreeMask
-from specinfer_vllm.config import ssm_slots
+from specinfer_vllm.config import AUTO, ssm_slots
 from specinfer_vllm.engine.vocabulary import draftable_tokens
 from specinfer_vllm.patches.speculative_config import tree_config
+from specinfer_vllm.propose import bf16_weights
 from specinfer_vllm.propose.children import ChildSampler
 from specinfer_vllm.propose.draft_vocab import NarrowHead, read_draft_vocab
 from specinfer_vllm.propose.proposer import DraftBatch, Proposer
@@ -105,6 +106,8 @@ class LevelShape:
 class SsmProposer(Proposer):
     """SSM `index` of the options."""
 
+    last = True
+
     def __init__(self, vllm_config: VllmConfig, index: int) -> None:
         config = tree_config(vllm_config)
         self.options, self.index = config.tree.ssms[index], index
@@ -131,13 +134,15 @@ class SsmProposer(Proposer):
     def load(self) -> None:
         """Load the weights beside the LLM's, under a prefix of its own (vLLM refuses equal layer names)."""
         before = attention_layers(self.llm_config)
-        config = replace(self.llm_config, model_config=self.model_config, quant_config=None)
+        bf16 = self.options.dtype == AUTO and bf16_weights.applies(self.llm_config.model_config, self.model_config)
+        quant_config = bf16_weights.Bf16Weights() if bf16 else None
+        config = replace(self.llm_config, model_config=self.model_config, quant_config=quant_config)
         load_config = LoadConfig(download_dir=self.llm_config.load_config.download_dir)
         with set_model_tag(self.name):
             self.model = get_model(vllm_config=config, prefix=self.name, load_config=load_config)
         self.layer_names = sorted(attention_layers(self.llm_config) - before)
         if self.draft_vocab is not None:
-            self.head = NarrowHead.of(self.model, self.draft_vocab)
+            self.head = NarrowHead.of(self.model, self.draft_vocab, bf16_weights.matrix if bf16 else None)
 
     def bind(self, attn_groups: Sequence[Sequence[Any]]) -> int:
         """Find the metadata builders of the SSM's layers, once the KV cache is there. Returns the KV cache group.
@@ -171,10 +176,10 @@ class SsmProposer(Proposer):
 
     def propose(self, batch: DraftBatch) -> TokenTrees:
         """Catch up all requests of the step, then draw trees for those of the batch."""
+        slots = self.step.slots
         try:
             return self._propose(batch)
         except Exception:
-            slots = self.step.slots
             self.lost[slots[slots >= 0]] = True
             raise
 
@@ -188,7 +193,9 @@ class SsmProposer(Proposer):
         self.sampler = ChildSampler.of(batch.sampling, chosen, batch.lengths, self.index, ids)
         if not len(chosen):
             return roots(batch.root_tokens())
-        levels = self.levels(hidden, batch.rows[chosen], root[chosen], int(batch.max_depth[chosen].max()))
+        depth = int(batch.max_depth[chosen].max())
+        covered = np.zeros((len(chosen), depth)) if batch.covered is None else batch.covered[chosen]
+        levels = self.levels(hidden, batch.rows[chosen], root[chosen], depth, covered)
         self.laws = self.sampler.laws(self.llm_config.model_config.get_vocab_size())
         return self.trees(levels, batch, chosen)
 
@@ -215,17 +222,25 @@ class SsmProposer(Proposer):
         last[torch.from_numpy(active)] = torch.from_numpy(np.cumsum(counts[active]) - 1)
         return hidden[last]
 
-    def levels(self, hidden: torch.Tensor, rows: np.ndarray, root: torch.Tensor, max_depth: int) -> list[Level]:
-        """Draw level by level. hidden [batch, ..]; rows [requests] batch rows that draw; root [requests] last index."""
+    def levels(
+        self, hidden: torch.Tensor, rows: np.ndarray, root: torch.Tensor, max_depth: int, covered: np.ndarray
+    ) -> list[Level]:
+        """Draw level by level.
+
+        hidden [batch, ..]; rows [requests] batch rows that draw; root [requests] last index; covered [requests, levels]
+        as in DraftBatch
+        """
         requests = torch.from_numpy(rows)
         drawn = [self.draw(hidden[requests][:, None], None, first=1, level=0)]
+        parents: list[torch.Tensor] = []  # their scores, level by level, [requests, nodes]
         read: list[torch.Tensor] = []  # local indices of the nodes read so far, level by level, [requests, nodes]
         ancestors = torch.zeros(len(rows), 0, 0, dtype=torch.bool)
         while len(drawn) < min(max_depth, self.depth):
             level = drawn[-1]
             frontier = self.frontier(level, len(drawn))
             token, score = level.token.gather(1, frontier), level.score.gather(1, frontier)
-            if not self.pays(drawn, score):
+            parents.append(score)
+            if not self.pays(drawn, parents, covered[:, len(drawn)]):
                 break
             ancestors = extend(ancestors, read, level.parent.gather(1, frontier))
             read.append(frontier + level.first)
@@ -234,15 +249,15 @@ class SsmProposer(Proposer):
             drawn.append(self.draw(states, (score, frontier + level.first), first, level=len(drawn)))
         return drawn
 
-    def pays(self, drawn: list[Level], read: torch.Tensor) -> bool:
-        """Whether one more level is drawn; read [requests, nodes] scores of its parents.
+    def pays(self, drawn: list[Level], parents: list[torch.Tensor], covered: np.ndarray) -> bool:
+        """Whether one more level is drawn; parents, covered: `reads` and `covered` of level_pays.
 
         Where children are sampled it is: a depth that knew the tokens would choose among draws.
         """
         if not self.level_cost or self.sampler.sampling is not None:
             return True
-        scores = torch.cat([level.score for level in drawn], dim=1).numpy()
-        return level_pays(scores, read.numpy(), len(drawn), self.row_cost, self.level_cost)
+        scores = [level.score.numpy() for level in drawn]
+        return level_pays(scores, [each.numpy() for each in parents], covered, self.row_cost, self.level_cost)
 
     @property
     def depth(self) -> int:

@@ -7,12 +7,12 @@ import argparse
 import hashlib
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from specinfer_vllm.config import DEFAULT_DRAFT_COST, DEFAULT_ROW_COST, MAX_NODES
+from specinfer_vllm.config import DEFAULT_DRAFT_COST, DEFAULT_ROW_COST, MAX_DEPTH, MAX_NODES, SsmOptions
 from specinfer_vllm.printing import failed, print_table
 
 
@@ -164,24 +164,21 @@ def profile(given: argparse.Namespace) -> int:
     """Write the profile with its plot and print the acceptances."""
     from specinfer_vllm.train import profile as profiling
     from specinfer_vllm.train.corpus import Corpus
-    from specinfer_vllm.train.inputs import check_new_file
+    from specinfer_vllm.train.inputs import check_new_file, check_new_json
 
-    if given.out.suffix != ".json":
-        return failed(f"--out {given.out}: give a name that ends in .json")
-    for suffix in (".json", ".npz", ".png"):
+    check_new_json(given.out)
+    for suffix in (".npz", ".png"):
         check_new_file(given.out.with_suffix(suffix))
     found = profiling.profile(Corpus.load(given.corpus), given.ssms)
     found.save(given.out)
     shown = (1, 2, 3, 5, 8, profiling.WIDEST)
-    alone = [(i,) for i in range(len(given.ssms))]
-    groups = [*alone, tuple(range(len(alone)))] if len(alone) > 1 else alone
     for temperature in found.temperatures:
         part = found.at(temperature)
         rows = [
-            (" + ".join(given.ssms[i].name for i in group), *(f"{part.coverage(group, width):.3f}" for width in shown))
-            for group in groups
+            (label, *(f"{part.coverage(group, width):.3f}" for width in shown))
+            for label, group in found.groups().items()
         ]
-        title = f"temperature {temperature:g}: {len(part.heat)} texts, {part.rank.shape[1]} places"
+        title = f"temperature {temperature:g}: {len(part.temperature)} texts, {part.rank.shape[1]} places"
         print_table(title, ("SSM", *(f"top-{width}" for width in shown)), rows)
     profiling.plot(found, given.out.with_suffix(".png"))
     return 0
@@ -196,6 +193,7 @@ def add_cost(commands: Any) -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1], help="requests side by side (default 1)")
     parser.add_argument("--nodes", type=int, default=32, help="most nodes of a request's tree (default 32)")
     parser.add_argument("--steps", type=int, default=24, help="passes for each median (default 24)")
+    parser.add_argument("--dtype", default="auto", help="vLLM's dtype (default auto)")
     parser.add_argument("--eager", action="store_true", help="without torch.compile, as --enforce-eager serves")
     parser.set_defaults(run=guarded(cost))
 
@@ -204,14 +202,13 @@ def cost(given: argparse.Namespace) -> int:
     """Measure, print, and write the curves."""
     from specinfer_vllm.bench.engines import hardware
     from specinfer_vllm.train import cost as costing
-    from specinfer_vllm.train.inputs import check_new_file
+    from specinfer_vllm.train.inputs import check_new_json
 
-    if min(*given.batch, given.steps) < 1 or not 4 <= given.nodes <= MAX_NODES:
-        return failed(f"--batch, --steps: give at least 1; --nodes: 4 to {MAX_NODES}")
-    if given.out.suffix != ".json":
-        return failed(f"--out {given.out}: give a name that ends in .json")
-    check_new_file(given.out)
-    running = costing.engine(given.llm, given.ssms, max(given.batch), given.nodes, not given.eager)
+    if min(given.batch) < 1 or not 1 <= given.steps <= costing.MOST_STEPS or not 4 <= given.nodes <= costing.MOST_NODES:
+        most = f"--steps: 1 to {costing.MOST_STEPS}; --nodes: 4 to {costing.MOST_NODES}, beyond which the curve goes on"
+        return failed(f"--batch: give at least 1; {most}")
+    check_new_json(given.out)
+    running = costing.engine(given.llm, given.ssms, max(given.batch), given.nodes, given.dtype, not given.eager)
     measured = [costing.measure(running, batch, given.nodes, given.steps) for batch in given.batch]
     found = costing.Costs(given.llm, tuple(given.ssms), hardware(), tuple(measured))
     found.save(given.out)
@@ -246,6 +243,7 @@ def add_shape(commands: Any) -> None:
     parser.add_argument("--measure", type=Path, help="corpus whose prompts are served with what was found")
     parser.add_argument("--texts", type=int, default=16, help="prompts that --measure serves (default 16)")
     parser.add_argument("--llm", help="folder or hub id of the LLM for --measure (default: that of --costs)")
+    parser.add_argument("--dtype", default="auto", help="vLLM's dtype for --measure (default auto)")
     parser.add_argument("--eager", action="store_true", help="--measure without torch.compile")
     parser.set_defaults(run=guarded(shape))
 
@@ -253,49 +251,71 @@ def add_shape(commands: Any) -> None:
 def shape(given: argparse.Namespace) -> int:
     """Search, print, write a configuration, and measure it if wanted."""
     from specinfer_vllm.train import shapes
-    from specinfer_vllm.train.corpus import Corpus
-    from specinfer_vllm.train.inputs import check_new_file
+    from specinfer_vllm.train.inputs import check_new_json
     from specinfer_vllm.train.profile import Profile
+    from specinfer_vllm.whole_file import whole_file
 
-    if min(given.nodes, given.depth, given.texts) < 1:
-        return failed("--nodes, --depth, --texts: give at least 1")
-    check_new_file(given.out)
+    if not (1 <= given.nodes <= MAX_NODES and 1 <= given.depth <= MAX_DEPTH):
+        return failed(f"--nodes: give 1 to {MAX_NODES}; --depth: 1 to {MAX_DEPTH}")
+    if min(given.texts, given.batch or 1) < 1:
+        return failed("--texts, --batch: give at least 1")
+    check_new_json(given.out)
     profile = Profile.load(given.profile).at(given.temperature)
-    costs, llm = costs_of(given, len(profile.ssms))
-    if given.measure and not llm:
-        return failed("--llm: name the LLM that --measure serves")
-    corpus = Corpus.load(given.measure) if given.measure else None
-    found = list(shapes.choices(profile, costs, given.nodes, given.depth))
+    costs, llm = costs_of(given, profile.ssms)
+    questions = questions_of(given, llm)
+    found = list(shapes.choices(profile, list(costs.values()), given.nodes, given.depth))
     print_table("best static trees", shapes.COLUMNS, [each.row for each in found])
-    best = shapes.fastest(found, given.batch)
-    configuration, expected = best.configuration(), f"{best.forest.tokens_per_step:.3f}"
+    batch = given.batch or next(iter(costs))
     if given.best_first:
-        cost = next(each for each in costs if each.batch == best.batch)
-        configuration, expected = shapes.best_first(profile, cost, given.nodes, given.depth), "-"
-    given.out.write_text(json.dumps(configuration))
+        configuration, expected = shapes.best_first(profile, costs[batch], given.nodes, given.depth), "-"
+    else:
+        best = shapes.fastest(found, batch)
+        configuration, expected = best.configuration(), f"{best.forest.tokens_per_step:.3f}"
+    with whole_file(given.out) as draft:
+        draft.write_text(json.dumps(configuration))
     print(f"--speculative-config {given.out}")
-    if corpus is not None:
+    if questions:
         from specinfer_vllm.train.measure import serve
 
-        served = serve(llm, configuration, corpus, given.temperature, best.batch, given.texts, not given.eager)
+        served = serve(llm, configuration, questions, batch, given.dtype, not given.eager)
         row = (expected, f"{served.tokens_per_step:.3f}", f"{served.rate:.1f}")
         print_table(str(given.out), ("tokens per step, expected", "measured", "tokens per second"), [row])
     return 0
 
 
-def costs_of(given: argparse.Namespace, ssms: int) -> tuple[list, str | None]:
-    """(costs by requests side by side, the LLM if one is named), from the file or from the two numbers."""
+def costs_of(given: argparse.Namespace, ssms: Sequence[str]) -> tuple[dict[int, Any], str | None]:
+    """(Cost by requests side by side, the LLM if one is named), from the file or from the two numbers."""
     from specinfer_vllm.train.cost import Cost, Costs
     from specinfer_vllm.train.inputs import InputError
 
     if given.costs is None:
         if not all(math.isfinite(each) and each >= 0 for each in (given.row_cost, given.draft_cost)):
             raise InputError("--row-cost, --draft-cost: give 0 or more")
-        return [Cost(given.batch or 1, (0, 1), (1.0, 1 + given.row_cost), (given.draft_cost,) * ssms)], given.llm
-    costs = Costs.load(given.costs)
-    if len(costs.ssms) != ssms:
-        raise InputError(f"--costs {given.costs}: of {len(costs.ssms)} SSMs, the profile has {ssms}; measure these")
-    return list(costs.batches), given.llm or costs.llm
+        batch = given.batch or 1
+        waiting = 1 + given.row_cost * (batch - 1)  # a pass over the batch, in passes over one row
+        llm = (waiting, waiting + given.row_cost * batch)
+        level = given.draft_cost * (1 + given.row_cost * (batch * SsmOptions.width - 1))
+        return {batch: Cost(batch, (0, 1), llm, (level,) * len(ssms))}, given.llm
+    found = Costs.load(given.costs)
+    if [str(Path(ssm).resolve()) for ssm in found.ssms] != list(ssms):
+        raise InputError(f"--costs {given.costs}: of {list(found.ssms)}, the profile of {list(ssms)}; measure these")
+    costs = {each.batch: each for each in found.batches}
+    if given.batch is not None and given.batch not in costs:
+        raise InputError(f"--batch {given.batch}: the costs are of {list(costs)} side by side; name one of these")
+    return costs, given.llm or found.llm
+
+
+def questions_of(given: argparse.Namespace, llm: str | None) -> Any:
+    """What --measure serves, None without it."""
+    from specinfer_vllm.train.corpus import Corpus
+    from specinfer_vllm.train.inputs import InputError
+    from specinfer_vllm.train.measure import Questions
+
+    if given.measure is None:
+        return None
+    if not llm:
+        raise InputError("--llm: name the LLM that --measure serves")
+    return Questions.of(Corpus.load(given.measure), given.temperature, given.texts)
 
 
 def add_pack(commands: Any) -> None:

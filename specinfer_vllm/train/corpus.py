@@ -3,12 +3,12 @@
 
 A part holds some sequences behind each other:
 
-offsets    [sequences + 1] int64    sequence i is tokens[offsets[i]:offsets[i + 1]]
-tokens     [total] int32            prompt and answer
-first      [sequences] int64        where the answer begins, within the sequence: its law is known from there on
-heat       [sequences] float32      temperature that the answer was drawn at, 0 = greedy
-best       [answers, width] int32   the LLM's likeliest tokens at each place of the answers, -1 where fewer are known
-logprob    [answers, width] float32     log of their probabilities at temperature 1
+offsets      [sequences + 1] int64    sequence i is tokens[offsets[i]:offsets[i + 1]]
+tokens       [total] int32            prompt and answer
+first        [sequences] int64        where the answer begins, within the sequence: its law is known from there on
+temperature  [sequences] float32      what the answer was drawn at, 0 = greedy
+best         [answers, width] int32   the LLM's likeliest tokens at each place of the answers, -1 where fewer are known
+logprob      [answers, width] float32 log of their probabilities at temperature 1
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FIELDS = {
     "offsets": np.int64,
     "tokens": np.int32,
     "first": np.int64,
-    "heat": np.float32,
+    "temperature": np.float32,
     "best": np.int32,
     "logprob": np.float32,
 }
@@ -42,7 +42,7 @@ class Corpus:
     offsets: np.ndarray
     tokens: np.ndarray
     first: np.ndarray
-    heat: np.ndarray
+    temperature: np.ndarray
     best: np.ndarray
     logprob: np.ndarray
 
@@ -69,14 +69,14 @@ class Corpus:
 
     @classmethod
     def of(cls, sequences: Sequence[tuple[Sequence[int], int, float, np.ndarray, np.ndarray]], width: int) -> Corpus:
-        """From (tokens, first, heat, best, logprob) of each sequence."""
+        """From (tokens, first, temperature, best, logprob) of each sequence."""
         lengths = [len(tokens) for tokens, *_ in sequences]
         empty = np.zeros((0, width))
         return cls(
             offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
             tokens=np.concatenate([np.zeros(0), *(tokens for tokens, *_ in sequences)]).astype(np.int32),
             first=np.array([first for _, first, *_ in sequences], np.int64),
-            heat=np.array([heat for _, _, heat, *_ in sequences], np.float32),
+            temperature=np.array([temperature for _, _, temperature, *_ in sequences], np.float32),
             best=np.concatenate([empty, *(best for *_, best, _ in sequences)]).astype(np.int32),
             logprob=np.concatenate([empty, *(logprob for *_, logprob in sequences)]).astype(np.float32),
         )
@@ -157,8 +157,8 @@ def read_part(file: Path) -> Corpus:
     except Exception as error:  # whatever its damage leads to
         raise InputError(f"{file}: damaged ({error}); {remedy}") from None
     lengths = np.diff(part.offsets)
-    fits = part.offsets.ndim == part.first.ndim == 1 and len(lengths) == len(part.first) == len(part.heat)
-    fits = fits and part.heat.ndim == 1 and part.best.ndim == 2
+    fits = part.offsets.ndim == part.first.ndim == 1 and len(lengths) == len(part.first) == len(part.temperature)
+    fits = fits and part.temperature.ndim == 1 and part.best.ndim == 2
     fits = fits and part.offsets[0] == 0 and part.offsets[-1] == len(part.tokens) and (part.tokens >= 0).all()
     fits = fits and (part.first >= 0).all() and (part.first <= lengths).all() and part.best.shape == part.logprob.shape
     if not fits or part.answer_offsets[-1] != len(part.best) or not part.best.shape[1]:

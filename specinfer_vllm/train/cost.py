@@ -11,7 +11,7 @@ import functools
 import json
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -19,10 +19,13 @@ from typing import Any
 
 import numpy as np
 
+from specinfer_vllm.config import SsmOptions
 from specinfer_vllm.train.inputs import InputError, read_json
 from specinfer_vllm.whole_file import whole_file
 
 DEPTH = 4  # levels drafted while the clock runs
+MOST_NODES = SsmOptions.width * (1 + (DEPTH - 1) * SsmOptions.width)  # what one SSM draws on so many levels
+MOST_STEPS = 160  # passes that fit into a context, all drafts accepted
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ class Cost:
     def fits(self, ssms: int) -> bool:
         """Whether the numbers can be used, for so many SSMs."""
         rising = self.nodes[:1] == (0,) and bool((np.diff(self.nodes) > 0).all())
-        positive = all(np.isfinite(each) and each > 0 for each in (*self.llm, *self.level))
+        positive = all(np.isfinite(each) and each > 0 for each in (self.batch, *self.llm, *self.level))
         return rising and positive and len(self.nodes) == len(self.llm) > 1 and len(self.level) == ssms
 
     def curve(self, most: int) -> np.ndarray:
@@ -52,6 +55,19 @@ class Cost:
         beyond = np.maximum(nodes - self.nodes[-1], 0) * max(slope, 0.0)
         # A pass over more rows takes no less time: what the clock says against it is noise.
         return np.interp(nodes, self.nodes, np.maximum.accumulate(self.llm)) + beyond
+
+    def one_row(self, most: int) -> float:
+        """Seconds of a pass over one row, by the curve up to `most` nodes."""
+        return self.llm[0] - (self.batch - 1) * self._row(most)
+
+    def row_cost(self, most: int) -> float:
+        """Time of one more row, in passes over one row, by the curve up to `most` nodes."""
+        return self._row(most) / self.one_row(most)
+
+    def _row(self, most: int) -> float:
+        curve = self.curve(most)
+        # Of a batch that reads its weights once, no row takes more than its share.
+        return min(float(curve[-1] - curve[0]) / (most * self.batch), self.llm[0] / self.batch)
 
 
 @dataclass(frozen=True)
@@ -74,7 +90,11 @@ class Costs:
         try:
             found = read_json(file)
             batches = tuple(
-                Cost(each["batch"], *(tuple(map(float, each[name])) for name in ("nodes", "llm", "level")))
+                Cost(
+                    int(each["batch"]),
+                    tuple(map(int, each["nodes"])),
+                    *(tuple(map(float, each[name])) for name in ("llm", "level")),
+                )
                 for each in found["batches"]
             )
             costs = cls(found["llm"], tuple(found["ssms"]), found["machine"], batches)
@@ -90,7 +110,7 @@ def points(most: int) -> list[int]:
     return sorted({0, most, *(1 << power for power in range(most.bit_length()) if 1 << power <= most)})
 
 
-def engine(llm: str, ssms: Sequence[str], batch: int, most: int, compiled: bool) -> Any:
+def engine(llm: str, ssms: Sequence[str], batch: int, most: int, dtype: str, compiled: bool) -> Any:
     """An in-process engine whose SSMs grow trees of at most `most` nodes, all of which are verified."""
     from specinfer_vllm.bench import engines
 
@@ -98,7 +118,7 @@ def engine(llm: str, ssms: Sequence[str], batch: int, most: int, compiled: bool)
     from vllm import LLM
 
     tree = {"method": "tree", "ssms": list(ssms), "num_nodes": most, "depth": DEPTH, "row_cost": 0, "draft_cost": 0}
-    return LLM(**engines.settings(llm, compiled, batch), speculative_config=tree)
+    return LLM(**engines.settings(llm, compiled, batch) | {"dtype": dtype}, speculative_config=tree)
 
 
 def measure(running: Any, batch: int, most: int, steps: int) -> Cost:
@@ -107,11 +127,15 @@ def measure(running: Any, batch: int, most: int, steps: int) -> Cost:
     drafter, options = runner.drafter, runner.drafter.options
     nodes, llm, level = points(most), [], []
     decode(running, batch, steps)  # warm: what is compiled on first use
+
+    def full() -> bool:  # requests end one by one, and a smaller batch is another one
+        return runner.input_batch.num_reqs == batch
+
     for count in nodes:
         drafter.options = replace(options, num_nodes=count)
         with ExitStack() as clocks:
-            passes = [clocks.enter_context(timed(*each)) for each in llm_pass(runner)]
-            drafts = [clocks.enter_context(timed(ssm, "propose")) for ssm in drafter.ssms]
+            passes = [clocks.enter_context(timed(*each, full)) for each in llm_pass(runner)]
+            drafts = [clocks.enter_context(timed(ssm, "propose", full)) for ssm in drafter.ssms]
             decode(running, batch, steps)
         llm.append(sum(map(statistics.median, passes)))
         level.append([statistics.median(seconds) / DEPTH for seconds in drafts])
@@ -135,15 +159,16 @@ def decode(running: Any, batch: int, steps: int) -> None:
 
 
 @contextmanager
-def timed(owner: Any, name: str) -> Iterator[list[float]]:
-    """The seconds of every call of owner.name, as long as the context lasts."""
+def timed(owner: Any, name: str, counts: Callable[[], bool]) -> Iterator[list[float]]:
+    """The seconds of every call of owner.name that counts, as long as the context lasts."""
     original, seconds = getattr(owner, name), []
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         begin = time.perf_counter()
         result = original(*args, **kwargs)
-        seconds.append(time.perf_counter() - begin)
+        if counts():
+            seconds.append(time.perf_counter() - begin)
         return result
 
     setattr(owner, name, call)

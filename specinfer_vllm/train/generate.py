@@ -38,7 +38,9 @@ class Recipe:
     asking         temperature of the questions
     max_tokens     of an answer; question_tokens: of a question
     width          likeliest tokens kept at each place
-    starts         first words of the questions, in turns
+    prompts        what the questions are instead of its own, by SHA-256 or name
+    starts         first words of its own questions, in turns
+    dtype          vLLM's; another one rounds to another text
     """
 
     model: str
@@ -52,12 +54,13 @@ class Recipe:
     seed: int = 0
     prompts: str = ""
     starts: tuple[str, ...] = STARTS
-    dtype: str = "auto"  # vLLM's; another one rounds to another text
+    dtype: str = "auto"
 
     def as_dict(self) -> dict[str, Any]:
-        """For the corpus' manifest; `samples` may grow, so it is left out."""
+        """For the corpus' manifest: what its texts follow from; `samples` may grow."""
         named = vars(self) | {"temperatures": list(self.temperatures), "starts": list(self.starts)}
-        return {name: value for name, value in named.items() if name != "samples"}
+        unused = {"samples", *(("starts", "asking", "question_tokens") if self.prompts else ())}
+        return {name: value for name, value in named.items() if name not in unused}
 
 
 def read_prompts(file: Path) -> list[str]:
@@ -175,7 +178,7 @@ def turn(tokenizer: Any) -> tuple[list[int], list[int]]:
     if text.count(MARK) != 1:
         raise InputError("the LLM's chat template does not keep a user's text as it is; give --prompts to a base model")
     opening, closing = text.split(MARK)
-    return (tokenizer.encode(each, add_special_tokens=False) for each in (opening, closing))
+    return tokenizer.encode(opening, add_special_tokens=False), tokenizer.encode(closing, add_special_tokens=False)
 
 
 def answered(llm: Any, recipe: Recipe, chats: Sequence[list[int]], seeds: Sequence[int]) -> Corpus:

@@ -38,6 +38,13 @@ def check_new_file(file: Path) -> None:
         raise InputError(f"{file}: there is no folder {file.absolute().parent}; make it first")
 
 
+def check_new_json(file: Path) -> None:
+    """As check_new_file, of a file whose name says that it holds JSON: others do not read it otherwise."""
+    if file.suffix != ".json":
+        raise InputError(f"--out {file}: give a name that ends in .json")
+    check_new_file(file)
+
+
 def check_disk(folder: Path, needed: int) -> None:
     """InputError when the disk that `folder` is to lie on has less than `needed` bytes left."""
     there = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())

@@ -22,32 +22,59 @@ class Measured:
     rate: float
 
 
-def serve(
-    llm: str, tree: Mapping[str, Any], corpus: Corpus, temperature: float, batch: int, texts: int, compiled: bool
-) -> Measured:
-    """Answer the first prompts of a corpus that were answered at `temperature`, as long as those answers are.
+@dataclass(frozen=True)
+class Questions:
+    """Prompts to serve.
 
-    tree: a speculative_config; batch: requests side by side. InputError when the corpus has no such prompt.
+    prompts      token ids of each
+    limits       tokens that each answer may have: as many as the corpus' own
+    temperature  of all answers
     """
+
+    prompts: list[list[int]]
+    limits: list[int]
+    temperature: float
+
+    @classmethod
+    def of(cls, corpus: Corpus, temperature: float, texts: int) -> Questions:
+        """Of up to so many texts that were answered at this temperature. InputError when there are none."""
+        chosen = spread(corpus.temperature, temperature, texts)
+        if not len(chosen):
+            raise InputError(f"--measure: the corpus has no answers at temperature {temperature:g}; name another")
+        starts, rows = corpus.offsets[chosen], np.diff(corpus.answer_offsets)[chosen]
+        ends = starts + corpus.first[chosen]
+        prompts = [corpus.tokens[start:end].tolist() for start, end in zip(starts, ends, strict=True)]
+        return cls(prompts, rows.tolist(), temperature)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt with its answer."""
+        return max(len(prompt) + limit for prompt, limit in zip(self.prompts, self.limits, strict=True))
+
+
+def spread(temperatures: np.ndarray, temperature: float, texts: int) -> np.ndarray:
+    """Up to so many of the texts at one temperature [n] int64, evenly spread over them. temperatures [all texts]."""
+    found = np.flatnonzero(np.isclose(temperatures, temperature))
+    return found[np.linspace(0, len(found) - 1, min(texts, len(found))).round().astype(np.int64)]
+
+
+def serve(
+    llm: str, tree: Mapping[str, Any], questions: Questions, batch: int = 1, dtype: str = "auto", compiled: bool = True
+) -> Measured:
+    """Answer the questions, `batch` side by side. tree: a speculative_config."""
     from specinfer_vllm.bench import engines
 
-    chosen = np.flatnonzero(np.isclose(corpus.heat, temperature))[:texts]
-    if not len(chosen):
-        raise InputError(f"--measure: the corpus has no answers at temperature {temperature:g}")
     engines.use_in_process()
     from vllm import LLM, SamplingParams
 
-    running = LLM(**engines.settings(llm, compiled, batch), speculative_config=dict(tree))
-    rows = corpus.answer_offsets
-    asked, params = [], []
-    for i in chosen:
-        start, first = corpus.offsets[i], corpus.first[i]
-        asked.append({"prompt_token_ids": corpus.tokens[start : start + first].tolist()})
-        params.append(
-            SamplingParams(
-                temperature=temperature, max_tokens=int(rows[i + 1] - rows[i]), seed=int(i), detokenize=False
-            )
-        )
+    settings = engines.settings(llm, compiled, batch) | {"dtype": dtype}
+    settings["max_model_len"] = max(settings["max_model_len"], questions.longest)
+    running = LLM(**settings, speculative_config=dict(tree))
+    asked = [{"prompt_token_ids": prompt} for prompt in questions.prompts]
+    params = [
+        SamplingParams(temperature=questions.temperature, max_tokens=limit, seed=i, detokenize=False)
+        for i, limit in enumerate(questions.limits)
+    ]
     running.generate(asked[:batch], params[:batch], use_tqdm=False)  # warm
     before, begin = running.collective_rpc("tree_stats")[0], time.perf_counter()
     outputs = running.generate(asked, params, use_tqdm=False)

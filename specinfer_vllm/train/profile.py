@@ -22,6 +22,7 @@ from specinfer_vllm.train.corpus import Corpus
 from specinfer_vllm.train.cut import weight_hashes
 from specinfer_vllm.train.inputs import InputError, read_json
 from specinfer_vllm.tree.shape import Ranks
+from specinfer_vllm.whole_file import whole_file
 
 DEEPEST, WIDEST = 8, 16  # levels and children that are counted
 
@@ -30,34 +31,45 @@ DEEPEST, WIDEST = 8, 16  # levels and children that are counted
 class Profile:
     """Ranks of the LLM's token for every SSM, WIDEST where it is not among so many.
 
-    ssms      folders
-    sha256    of each one's weights
-    rank      [ssms, places] int64
-    offsets   [texts + 1] int64
-    heat      [texts] float32    temperature of each one, 0 = greedy
+    ssms         folders
+    sha256       of each one's weights
+    rank         [ssms, places] int64
+    offsets      [texts + 1] int64
+    temperature  [texts] float32    of each one, 0 = greedy
     """
 
     ssms: tuple[str, ...]
     sha256: tuple[str, ...]
     rank: np.ndarray
     offsets: np.ndarray
-    heat: np.ndarray
+    temperature: np.ndarray
 
     @property
     def temperatures(self) -> list[float]:
         """Those of the texts, rising."""
-        return [round(float(each), 6) for each in np.unique(self.heat)]
+        return [round(float(each), 6) for each in np.unique(self.temperature)]
 
     def at(self, temperature: float) -> Profile:
         """Of the texts at one temperature only. InputError when there are none."""
-        texts = np.flatnonzero(np.isclose(self.heat, temperature))
+        texts = np.flatnonzero(np.isclose(self.temperature, temperature))
         if not len(texts):
             known = ", ".join(f"{each:g}" for each in self.temperatures)
             raise InputError(f"--temperature {temperature:g}: the profile has texts at {known}; name one of these")
+        return self.of(texts)
+
+    def of(self, texts: np.ndarray) -> Profile:
+        """Of some of the texts [n] int64, rising."""
         lengths = np.diff(self.offsets)
         places = np.repeat(np.isin(np.arange(len(lengths)), texts), lengths)
         offsets = np.concatenate([[0], np.cumsum(lengths[texts])])
-        return replace(self, rank=self.rank[:, places], offsets=offsets, heat=self.heat[texts])
+        return replace(self, rank=self.rank[:, places], offsets=offsets, temperature=self.temperature[texts])
+
+    def groups(self) -> dict[str, list[int]]:
+        """What acceptance is counted for, by name: each SSM, and all of them where there are several."""
+        every = list(range(len(self.ssms)))
+        names = [Path(ssm).name for ssm in self.ssms]
+        labels = [name if names.count(name) == 1 else ssm for name, ssm in zip(names, self.ssms, strict=True)]
+        return {label: [i] for i, label in enumerate(labels)} | ({"merged": every} if len(every) > 1 else {})
 
     def ranks(self, ssm: int) -> Ranks:
         """Of one SSM."""
@@ -70,8 +82,13 @@ class Profile:
     def by_depth(self, ssm: int, width: int) -> list[float]:
         """Chance that a node at depth 1, 2, .. is accepted once its parent was, with `width` children on each level."""
         accepted = self.ranks(ssm).accepted([width] * DEEPEST)
-        reached = [(accepted >= depth).sum() for depth in range(DEEPEST + 1)]
-        return [float(after / max(before, 1)) for before, after in zip(reached, reached[1:], strict=False)]
+        ends = np.repeat(self.offsets[1:], np.diff(self.offsets))
+        left = ends - np.arange(len(ends)) - 1  # tokens that could be accepted before the text ends
+        shares = []
+        for depth in range(1, DEEPEST + 1):
+            tried = (accepted >= depth - 1) & (left >= depth)
+            shares.append(float((accepted[tried] >= depth).mean()) if tried.any() else 0.0)
+        return shares
 
     def summary(self) -> dict[str, Any]:
         """For people and for JSON."""
@@ -84,7 +101,7 @@ class Profile:
         return {
             "temperature": self.temperatures[0],
             "verification": "naive" if self.temperatures[0] else "greedy",
-            "texts": len(self.heat),
+            "texts": len(self.temperature),
             "places": self.rank.shape[1],
             "ssms": [
                 {
@@ -98,9 +115,10 @@ class Profile:
 
     def save(self, file: Path) -> None:
         """The summary as JSON, and the ranks beside it for `specinfer shape`; both are new files."""
-        arrays = {"rank": self.rank.astype(np.uint8), "offsets": self.offsets, "heat": self.heat}
+        arrays = {"rank": self.rank.astype(np.uint8), "offsets": self.offsets, "temperature": self.temperature}
         np.savez_compressed(file.with_suffix(".npz"), **arrays)
-        file.write_text(json.dumps(self.summary(), indent=1))
+        with whole_file(file) as draft:
+            draft.write_text(json.dumps(self.summary(), indent=1))
 
     @classmethod
     def load(cls, file: Path) -> Profile:
@@ -110,14 +128,14 @@ class Profile:
             models, hashes = (tuple(each[name] for each in listed) for name in ("model", "sha256"))
             with np.load(file.with_suffix(".npz"), allow_pickle=False) as arrays:
                 rank, offsets = arrays["rank"].astype(np.int64), arrays["offsets"].astype(np.int64)
-                heat = arrays["heat"].astype(np.float32)
+                temperature = arrays["temperature"].astype(np.float32)
             rising = offsets.ndim == 1 and offsets[0] == 0 and (np.diff(offsets) >= 0).all()
-            fits = rank.ndim == 2 and len(rank) == len(models) and heat.shape == (len(offsets) - 1,)
+            fits = rank.ndim == 2 and len(rank) == len(models) and temperature.shape == (len(offsets) - 1,)
             if not rising or not fits or offsets[-1] != rank.shape[1]:
                 raise ValueError("its arrays do not fit together")
         except Exception as error:  # whatever its damage leads to
             raise InputError(f"{file}: is no profile ({error}); make one with `specinfer profile`") from None
-        return cls(models, hashes, rank, offsets, heat)
+        return cls(models, hashes, rank, offsets, temperature)
 
 
 def profile(corpus: Corpus, ssms: Sequence[Path], batch_tokens: int = 4096) -> Profile:
@@ -134,16 +152,15 @@ def profile(corpus: Corpus, ssms: Sequence[Path], batch_tokens: int = 4096) -> P
             rank[batch.rows] = tuning.ranks(student, answers, batch, WIDEST)
         ranks.append(rank)
         hashes.append(",".join(weight_hashes(ssm)))
-    return Profile(tuple(map(str, ssms)), tuple(hashes), np.array(ranks), corpus.answer_offsets, corpus.heat)
+    folders = tuple(str(ssm.resolve()) for ssm in ssms)
+    return Profile(folders, tuple(hashes), np.array(ranks), corpus.answer_offsets, corpus.temperature)
 
 
 def plot(found: Profile, file: Path) -> None:
     """Acceptance by number of children, of each SSM and merged, at every temperature."""
-    every, widths = range(len(found.ssms)), range(1, WIDEST + 1)
-    groups = {Path(found.ssms[i]).name: [i] for i in every} | ({"merged": every} if len(every) > 1 else {})
-    shares = {}
+    widths, shares = range(1, WIDEST + 1), {}
     for temperature in found.temperatures:
         part = found.at(temperature)
-        for name, group in groups.items():
+        for name, group in found.groups().items():
             shares[f"{name}, T={temperature:g}"] = [part.coverage(group, width) for width in widths]
     curves.plot(shares, widths, "children of each SSM", "holds the LLM's token", file)

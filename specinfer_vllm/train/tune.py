@@ -24,7 +24,7 @@ from specinfer_vllm.propose.draft_vocab import FILE as DRAFT_VOCAB
 from specinfer_vllm.propose.draft_vocab import check_ids
 from specinfer_vllm.train.corpus import Corpus
 from specinfer_vllm.train.curves import plot
-from specinfer_vllm.train.cut import check_model, copy_texts, weight_hashes
+from specinfer_vllm.train.cut import check_model, copy_texts, read_weights, weight_hashes
 from specinfer_vllm.train.inputs import InputError, check_disk, check_memory, check_new, read_json
 
 RANKS = 5
@@ -224,11 +224,11 @@ def boost_tune(
 def memory_needed(ssm: Path, batch_tokens: int) -> int:
     """Bytes that tuning an SSM takes, estimated: weights and their moments, and what a step keeps of a batch."""
     config = read_json(ssm / "config.json")
-    weights = sum(file.stat().st_size for file in ssm.glob("*.safetensors"))
-    narrow = len(np.load(ssm / DRAFT_VOCAB)) if (ssm / DRAFT_VOCAB).is_file() else config["vocab_size"]
-    hidden, inner = config.get("hidden_size", 0), config.get("intermediate_size", 0)
-    kept_of_token = 3 * narrow + config["num_hidden_layers"] * (16 * hidden + 4 * inner)
-    return 4 * weights + 4 * batch_tokens * kept_of_token
+    weights = sum(weight.numel() for weight in read_weights(ssm).values())
+    vocab = check_ids(ssm / DRAFT_VOCAB, config["vocab_size"]) if (ssm / DRAFT_VOCAB).is_file() else None
+    narrow = config["vocab_size"] if vocab is None else len(vocab)
+    layers, hidden, inner = (config.get(name, 0) for name in ("num_hidden_layers", "hidden_size", "intermediate_size"))
+    return 4 * (4 * weights + batch_tokens * (3 * narrow + layers * (16 * hidden + 4 * inner)))
 
 
 def recipe_of(corpus: Corpus, ssm: Path, settings: Settings, wanted: np.ndarray | None) -> dict[str, Any]:

@@ -5,7 +5,7 @@ topology.py   the arrays, their order, their ancestor bits and the exchange form
 merge.py      the union of several proposers' trees
 static.py     shapes known beforehand: expansions <k1,...,km>, and any other as paths of ranks
 shape.py      the static shape that decodes fastest, from recorded acceptance
-expand.py     the topology of an expansion, and the choice of the best nodes
+expand.py     the choice of the best nodes
 paths.py      sums over paths and preorder places, the arithmetic under the three above
 checks.py     what arrays must hold to be trees
 """

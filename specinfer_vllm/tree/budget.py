@@ -8,6 +8,8 @@ per time (AdaServe and TurboSpec use the same quotient with a measured curve in 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from specinfer_vllm.tree.topology import TokenTrees
@@ -30,16 +32,27 @@ def worthwhile_alone(score: np.ndarray, row_cost: float) -> np.ndarray:
     return _best_count(score, 1, row_cost)
 
 
-def level_pays(score: np.ndarray, read: np.ndarray, levels: int, row_cost: float, level_cost: float) -> bool:
-    """Whether an SSM should draw one more level: it gains at most what the chances of its parents add up to.
+def level_pays(
+    levels: Sequence[np.ndarray],
+    reads: Sequence[np.ndarray],
+    covered: np.ndarray,
+    row_cost: float,
+    level_cost: float,
+) -> bool:
+    """Whether an SSM should draw one more level: what it should gain above what others have, against its time.
 
-    score [requests, nodes] of the levels drawn so far, read [requests, parents] of the parents of the next one.
+    levels [requests, nodes] each: scores of the levels drawn so far; reads [requests, parents] each: scores of those of
+    their nodes that are the next level's parents. covered [requests]: chance that a node of another proposer is
+    accepted at the next level's depth. A level is taken to keep as much of its parents' chance as the one before it.
     level_cost: time of drafting a level for one row, as a share of an LLM pass over one row; more rows cost as there.
     """
-    tokens, time = _goodput(score.reshape(-1), len(score), row_cost)
+    read = np.exp(reads[-1])
+    tokens, time = _goodput(np.concatenate(levels, axis=1).reshape(-1), len(read), row_cost)
     each = level_cost * (1 + row_cost * (read.size - 1))
-    rate = float((tokens / (time + each * levels)).max())
-    return float(np.exp(read).sum()) > each * rate
+    rate = float((tokens / (time + each * len(levels))).max())
+    above = float(np.exp(reads[-2]).sum()) if len(reads) > 1 else len(read)
+    kept = float(np.exp(levels[-1]).sum()) / max(above, 1e-9)
+    return float(np.maximum(kept * read.sum(axis=1) - covered, 0).sum()) > each * rate
 
 
 def _best_count(score: np.ndarray, requests: int, row_cost: float) -> np.ndarray:

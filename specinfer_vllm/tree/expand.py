@@ -1,57 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which nodes a tree has: the expansion <k1,...,km> (SpecInfer, section 3) and the choice of the best by score."""
+"""Which nodes of a tree are kept: the best by score."""
 
 from __future__ import annotations
-
-import operator
-from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
 
 from specinfer_vllm.tree.checks import INT64, as_integers, per_request
 from specinfer_vllm.tree.paths import descending, place_among_equals
-from specinfer_vllm.tree.static import num_nodes
 from specinfer_vllm.tree.topology import TokenTrees, depth_first, keep_rows
-
-MAX_NODES = 1 << 16
-
-
-def parse_expansion(expansion: str | Iterable[int]) -> tuple[int, ...]:
-    """The children per node at each depth, from "1,1,3,1", "<1,1,3,1>", "[1,1,3,1]" or a list of integers.
-
-    ValueError: not integers of at least 1, none at all, or a tree of more than MAX_NODES nodes.
-    """
-    try:
-        levels = _split(expansion) if isinstance(expansion, str) else expansion
-        widths = tuple(_integer(level) for level in levels)
-    except (TypeError, ValueError):
-        raise ValueError(
-            f"expansion: {expansion!r} is no list of integers; give the children per node at each depth, as in 1,1,3,1"
-        ) from None
-    if not widths:
-        raise ValueError(f"expansion: {expansion!r} is empty; give the children per node for one depth or more")
-    if (least := min(widths)) < 1:
-        depth = widths.index(least) + 1
-        raise ValueError(f"expansion: {expansion!r} has {least} children at depth {depth}; give at least 1")
-    if len(widths) > MAX_NODES or num_nodes(widths) > MAX_NODES:
-        raise ValueError(f"expansion: {expansion!r} has more than {MAX_NODES} nodes; give fewer or smaller levels")
-    return widths
-
-
-def static_topology(expansion: str | Iterable[int]) -> np.ndarray:
-    """Parents [1 + nodes] int32 of the full tree in depth-first order, -1 at the root (row 0).
-
-    ValueError as parse_expansion.
-    """
-    root = np.full(1, -1, np.int32)
-    tree = root
-    for width in reversed(parse_expansion(expansion)):
-        size = len(tree)
-        below = np.tile(tree, width) + np.repeat(1 + size * np.arange(width, dtype=np.int32), size)
-        below[::size] = 0
-        tree = np.concatenate((root, below))
-    return tree
 
 
 def prune(trees: TokenTrees, limit: npt.ArrayLike) -> TokenTrees:
@@ -122,18 +79,3 @@ def _count(name: str, value: int) -> int:
     if number.ndim or number < 0:
         raise ValueError(f"{name}: {value!r} must be one integer, 0 or more")
     return int(number)
-
-
-def _split(text: str) -> list[str]:
-    text = text.strip()
-    if text[:1] + text[-1:] in ("<>", "[]", "()"):
-        text = text[1:-1]
-    return text.split(",") if text.strip() else []
-
-
-def _integer(value: object) -> int:
-    if isinstance(value, str):
-        return int(value)
-    if isinstance(value, bool):
-        raise TypeError("a truth value is no count")
-    return operator.index(value)

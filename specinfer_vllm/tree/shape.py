@@ -117,7 +117,7 @@ def best_forest(
 def _candidates(ranks: Ranks, max_nodes: int, max_depth: int) -> dict[StaticTree, np.ndarray]:
     """Sequoia's trees of every depth and some sizes, with what they accept at each place [places] int8."""
     found = BestTrees.of(ranks.chances(), max_nodes, max_depth)
-    sizes = [*range(min(16, max_nodes) + 1), *range(20, max_nodes + 1, 4)]
+    sizes = sorted({*range(min(16, max_nodes) + 1), *range(20, max_nodes + 1, 4), max_nodes})
     trees = [
         found.tree(nodes, depth)
         for depth in range(max_depth + 1)
