@@ -152,12 +152,15 @@ def test_loading_the_plugin_imports_no_runner():
     code = (
         "import sys, vllm.engine.arg_utils; before = set(sys.modules); import specinfer_vllm.plugin as p; p.register();"
         "new = set(sys.modules) - before; print(sorted(n for n in new if n.startswith('vllm')));"
-        "print(sorted(n for n in new if n.startswith('specinfer_vllm') and n.count('.') == 1))"
+        "print(sorted(n for n in new if n.startswith('specinfer_vllm') and n.count('.') == 1));"
+        "print(sorted(n for n in new if n.startswith('specinfer_vllm.tree.')))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    theirs, ours = done.stdout.splitlines()[-2:]
+    theirs, ours, trees = done.stdout.splitlines()[-3:]
     assert "worker" not in theirs and "sched" not in theirs and "spec_decode" not in theirs
-    assert ours == "['specinfer_vllm.config', 'specinfer_vllm.patches', 'specinfer_vllm.plugin']"
+    names = ("config", "patches", "plugin", "tree")
+    assert ours == str([f"specinfer_vllm.{name}" for name in names])
+    assert trees == "['specinfer_vllm.tree.static']"  # plain Python
 
 
 def test_without_the_package_vllm_refuses_a_tree_in_its_own_words(plain):

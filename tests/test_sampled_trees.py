@@ -67,7 +67,7 @@ class TableSsm(SsmProposer):
         self.static = LevelShape.of_tree(StaticTree.of_expansion(shape) if isinstance(shape, tuple) else shape)
         self.options = type("Options", (), {"width": width})
         self.row_cost, self.num_ssms, self.num_slots, self.max_len = row_cost, ssms, 0, 1 << 20
-        self.level_cost, self.step = 0.08, type("Step", (), {"slots": np.arange(REQUESTS)})
+        self.level_cost, self.step = 0.0 if self.static else 0.08, type("Step", (), {"slots": np.arange(REQUESTS)})
         self.num_tokens, self.lost = VOCAB, np.zeros(REQUESTS, bool)
         logits = LLM_LOGITS + table(10 + index, 0.8)
         self.model = type("Model", (), {"compute_logits": staticmethod(lambda states: logits[states[:, 0].long()])})
