@@ -237,15 +237,15 @@ def test_an_ssm_with_draft_free_proposers(plain, model_path, ssm_path):
 
 
 @pytest.mark.parametrize(
-    ("shape", "nodes"),
-    [({"expansion": [1, 1, 2]}, 4), ({"tree": [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 1, 0]]}, 7)],
+    ("shape", "share"),  # of a full tree's nodes, or of what is left of it near the end of a text, if that is less
+    [({"expansion": [1, 1, 2]}, 3 / 4), ({"tree": [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 1, 0]]}, 2 / 5)],
     ids=["expansion", "tree"],
 )
-def test_an_ssm_that_is_the_llm_is_always_right(plain, model_path, shape, nodes):
+def test_an_ssm_that_is_the_llm_is_always_right(plain, model_path, shape, share):
     """Its K/V must be valid after acceptance, chunked prefill, prefix hits and preemption, or it would be refused."""
     ssm = {"model": str(model_path), "dtype": "llm"}
     found = check_ssms(plain, model_path, {"ssms": [ssm], **shape}, ["ssm0"])
-    assert found.stats["accepted"] >= 0.97 * 3 * found.stats["nodes"] / nodes
+    assert found.stats["accepted"] >= 0.97 * share * found.stats["nodes"]
 
 
 def test_a_narrowed_head_drafts_its_vocabulary_only(plain, model_path, tmp_path):
