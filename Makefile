@@ -49,4 +49,4 @@ demo: $(READY)
 	$(PYTHON) -m specinfer_vllm.bench.demo
 
 bench: $(READY)
-	$(PYTHON) -m pytest --benchmark-enable --benchmark-only
+	$(PYTHON) -m pytest --benchmark-enable --benchmark-only $(wildcard specinfer_vllm/bench/bench_*.py)

@@ -68,3 +68,14 @@ def test_vllm_and_the_shell_find_the_entry_points():
 def test_installing_the_package_asks_for_no_torch_and_no_vllm_by_itself():
     needed = [line for line in distribution("specinfer-vllm").requires if "extra ==" not in line]
     assert sorted(needed) == ["numpy", "packaging"]
+
+
+def test_make_bench_runs_every_benchmark():
+    """It once collected tests/ alone, which holds none, and passed."""
+    make = shutil.which("make")
+    if make is None:
+        pytest.skip("needs make")
+    # -o: the set-up counts as done
+    said = subprocess.run([make, "-n", "-o", ".venv/ready", "bench"], cwd=ROOT, capture_output=True, text=True).stdout
+    for file in (ROOT / "specinfer_vllm/bench").glob("bench_*.py"):
+        assert str(file.relative_to(ROOT)) in said
