@@ -73,8 +73,8 @@ class SsmOptions:
     tree: tuple[tuple[int, ...], ...] | None = option(None, "its nodes; the tree's own when not given")
     dtype: str = option(
         AUTO,
-        "of its matrices: auto = bfloat16 beside an LLM in float32 on CPUs that multiply it, else the LLM's; llm = the "
-        "LLM's",
+        "of its matrices: auto = bfloat16 beside an LLM in float32 on CPUs that multiply it, if the verifier does not "
+        "sample from it, else the LLM's; llm = the LLM's",
         choices=(AUTO, "llm"),
     )
     width: int = option(4, "nodes kept per level when no static tree is given (EAGLE-2)", "nodes", 1, MAX_WIDTH)

@@ -134,7 +134,9 @@ class SsmProposer(Proposer):
     def load(self) -> None:
         """Load the weights beside the LLM's, under a prefix of its own (vLLM refuses equal layer names)."""
         before = attention_layers(self.llm_config)
-        bf16 = self.options.dtype == AUTO and bf16_weights.applies(self.llm_config.model_config, self.model_config)
+        # Draws follow the law to its last bits, and in bfloat16 these depend on who else is in the batch.
+        may_round = self.options.dtype == AUTO and not tree_config(self.llm_config).tree.samples_drafts
+        bf16 = may_round and bf16_weights.applies(self.llm_config.model_config, self.model_config)
         quant_config = bf16_weights.Bf16Weights() if bf16 else None
         config = replace(self.llm_config, model_config=self.model_config, quant_config=quant_config)
         load_config = LoadConfig(download_dir=self.llm_config.load_config.download_dir)
