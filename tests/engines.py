@@ -14,6 +14,7 @@ import torch
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 
+from specinfer_vllm.bench.engines import runner_of
 from specinfer_vllm.propose.draft_vocab import NarrowHead
 
 # The plain engine's two best logits: below this gap the order of additions decides, and a difference is tolerated.
@@ -52,7 +53,7 @@ def bytes_held(llm: LLM) -> int:
     Everything reachable from what the tree runner adds to vLLM's, but for weights (an SSM's narrow head is some of its
     own) and the KV cache.
     """
-    runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    runner = runner_of(llm)
     weights = {each.untyped_storage().data_ptr() for each in runner.model.parameters()}
     caches = {cache.untyped_storage().data_ptr() for cache in runner.kv_caches}
     held: dict[int, int] = {}

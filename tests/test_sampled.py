@@ -18,6 +18,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 
 from specinfer_vllm.bench import smollm2
+from specinfer_vllm.bench.engines import runner_of
 from specinfer_vllm.engine import sampling
 from specinfer_vllm.verify import rejection
 from specinfer_vllm.verify.coins import ACCEPT
@@ -151,7 +152,7 @@ def test_every_setting_follows_the_llm(tree, laws):
 @pytest.fixture
 def naive(tree, monkeypatch):
     """The same engine with the rule that is used when none is asked for."""
-    monkeypatch.setattr(tree_runner(tree).drafter, "rule", RULES["naive"])
+    monkeypatch.setattr(runner_of(tree).drafter, "rule", RULES["naive"])
 
 
 def test_naive_sampling_follows_the_llm(tree, naive, laws):
@@ -213,19 +214,15 @@ def test_trees_do_not_change_what_a_seed_gives(tree, naive, monkeypatch):
     """Coins are keyed by position: with and without drafts the same tokens come out."""
     params = [sampled(seed=3, top_p=0.9), sampled(seed=4, top_k=20), sampled(seed=5)]
     with_trees = answers(tree.generate([PROMPT] * 3, params, use_tqdm=False))
-    monkeypatch.setattr(type(tree_runner(tree).drafter), "draft", lambda self, ids, batch, requests: None)
+    monkeypatch.setattr(type(runner_of(tree).drafter), "draft", lambda self, ids, batch, requests: None)
     without = answers(tree.generate([PROMPT] * 3, params, use_tqdm=False))
     assert [each.tokens for each in with_trees] == [each.tokens for each in without]
-
-
-def tree_runner(llm: LLM):
-    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
 
 
 @pytest.mark.parametrize("name", ["naive", "without_replacement"])
 def test_mixed_batches_give_each_request_what_it_gets_alone(tree, name, monkeypatch):
     """Greedy, sampled, penalised, under a grammar, without drafts; among requests without a seed."""
-    monkeypatch.setattr(tree_runner(tree).drafter, "rule", RULES[name])
+    monkeypatch.setattr(runner_of(tree).drafter, "rule", RULES[name])
     kinds = [
         sampled(temperature=0.0),
         sampled(seed=1, repetition_penalty=1.3),

@@ -31,6 +31,25 @@ def use_in_process() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
 
 
+def runner_of(llm: Any) -> Any:
+    """The model runner of an engine of this process."""
+    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+
+
+def tree_stats(llm: Any) -> dict | None:
+    """A tree engine's counters, None for a plain one."""
+    if llm.llm_engine.vllm_config.speculative_config is None:
+        return None
+    return llm.collective_rpc("tree_stats")[0]
+
+
+def tokens_per_step(before: dict | None, after: dict | None) -> float:
+    """Tokens per LLM pass and request between two readings of tree_stats; 1 of a plain engine."""
+    if before is None or after is None:
+        return 1.0
+    return (after["tokens"] - before["tokens"]) / max(1, after["request_steps"] - before["request_steps"])
+
+
 def settings(model: Any, compiled: bool, max_num_seqs: int) -> dict[str, Any]:
     """What every engine of a comparison gets."""
     return {

@@ -70,18 +70,19 @@ def main(arguments: list[str] | None = None) -> None:
     llm.chat(chats, params, use_tqdm=False)  # warm: prefix cache filled, so that the next run decodes only
     watch = Stopwatch()
     attach(watch, llm)
-    before = llm.collective_rpc("tree_stats")[0]
+    before = engines.tree_stats(llm)
     llm.chat(chats, params, use_tqdm=False)
     watch.turn()
-    after = llm.collective_rpc("tree_stats")[0]
+    after = engines.tree_stats(llm)
     print(table(watch, after["steps"] - before["steps"]))
-    print(f"tokens per LLM step {after['tokens_per_step']:.2f}; {engines.hardware()}")
+    print(f"tokens per LLM step {engines.tokens_per_step(before, after):.2f}; {engines.hardware()}")
 
 
 def attach(watch: Stopwatch, llm: Any) -> None:
     """Put the phases' clocks on an in-process engine."""
-    core = llm.llm_engine.engine_core.engine_core
-    runner = core.model_executor.driver_worker.worker.model_runner
+    from specinfer_vllm.bench import engines
+
+    core, runner = llm.llm_engine.engine_core.engine_core, engines.runner_of(llm)
     watch.watch(core, "step_fn", "vLLM: scheduler, bookkeeping, sampler set-up")
     watch.watch(runner, "_model_forward", "LLM")
     watch.watch(runner.model, "compute_logits", "LLM")

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from specinfer_vllm.bench import engines
 from specinfer_vllm.whole_file import whole_file
 
 AT_ONCE = 20
@@ -88,9 +88,7 @@ def record(model: Path | str, chats: Sequence[list[dict[str, str]]], tokens: int
     if done is not None and done.num_chats == len(chats):
         return done
     # The engine runs in this process: it starts in 20 s, and nothing else is going on here.
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    engines.use_in_process()
     from tqdm import tqdm
     from vllm import LLM, SamplingParams
 

@@ -12,8 +12,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-# The chain is the tree's own proposers without branches, so that only the tree's shape differs.
 RECYCLING = {"proposers": ["recycling"]}
+# The chain is the tree's own proposers without branches, so that only the tree's shape differs. SSMs get the better one
+# of the package's own as their model.
 ROWS: dict[str, dict[str, Any] | None] = {
     "plain": None,
     "chain": {"method": "tree", "branches": 1, "primer": "none"},
@@ -23,7 +24,7 @@ ROWS: dict[str, dict[str, Any] | None] = {
     "chain, SSM": {"method": "tree", "branches": 1, "primer": "none", "ssms": [{"width": 1}], **RECYCLING},
     "tree, SSM": {"method": "tree", "primer": "none", "ssms": [{}], **RECYCLING},
     "tree, SSM, primer": {"method": "tree", "primer": "auto", "ssms": [{}], **RECYCLING},
-}  # SSMs get the better one of the package's own as their model
+}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -85,7 +86,7 @@ def measured(running: dict, chats: list, params: Any, batch: int, repeats: int) 
     from specinfer_vllm.bench import engines
 
     print(f"batch {batch}", flush=True)
-    before = {name: stats(llm) for name, llm in running.items()}
+    before = {name: engines.tree_stats(llm) for name, llm in running.items()}
     timings = engines.alternate(running, chats, params, repeats, batch=batch)
     first = next(iter(timings.values()))
     rows = {}
@@ -94,23 +95,9 @@ def measured(running: dict, chats: list, params: Any, batch: int, repeats: int) 
             "median": timing.median,
             "runs": timing.rates,
             "ratio": engines.ratio(timing, first),
-            "tokens_per_step": per_step(before[name], stats(running[name])),
+            "tokens_per_step": engines.tokens_per_step(before[name], engines.tree_stats(running[name])),
         }
     return rows, [name for name, timing in timings.items() if timing.token_ids != first.token_ids]
-
-
-def stats(llm: Any) -> dict | None:
-    """A tree engine's counters, None for a plain one."""
-    if llm.llm_engine.vllm_config.speculative_config is None:
-        return None
-    return llm.collective_rpc("tree_stats")[0]
-
-
-def per_step(before: dict | None, after: dict | None) -> float:
-    """Tokens per LLM pass and request between two readings."""
-    if before is None or after is None:
-        return 1.0
-    return (after["tokens"] - before["tokens"]) / max(1, after["request_steps"] - before["request_steps"])
 
 
 def table(batch: int, chats: int, options: argparse.Namespace, rows: dict, different: list[str]) -> str:

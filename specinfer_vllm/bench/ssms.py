@@ -29,13 +29,16 @@ def main(arguments: list[str] | None = None) -> int:
 
     ssms, llm = options.ssms or smollm2.ssms(), options.llm or str(smollm2.model_path())
     corpora = answers(llm, options.temperatures, options.limit, options.tokens)
-    found = {name: profile(corpus, ssms) for name, corpus in corpora.items()}
-    every = profile(Corpus.joined(list(corpora.values())), ssms)
+    corpus = Corpus.joined(list(corpora.values()))
+    every = profile(corpus, ssms)
+    ends = np.cumsum([each.num_sequences for each in corpora.values()])
+    texts = np.split(np.arange(corpus.num_sequences), ends[:-1])
+    found = {name: every.of(mine) for name, mine in zip(corpora, texts, strict=True)}
     for temperature in options.temperatures:
         print_acceptance({name: each.at(temperature) for name, each in found.items()}, temperature)
         print_trees(every.at(temperature), temperature)
     if options.serve:
-        print_served(every.at(0), llm, Corpus.joined(list(corpora.values())), options.serve)
+        print_served(every.at(0), llm, corpus, options.serve)
     print(engines.hardware())
     if options.json:
         options.json.write_text(json.dumps({name: each.summary() for name, each in found.items()}, indent=1))

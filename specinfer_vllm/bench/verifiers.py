@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,11 +24,9 @@ CONFIDENCE = 0.95
 def main(arguments: list[str] | None = None) -> int:
     """Measure and print the table."""
     options = parse(arguments)
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the rule is exchanged inside the engine
-    os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
     from specinfer_vllm.bench import engines
 
-    engines.use_all_cores()
+    engines.use_in_process()  # the rule is exchanged inside the engine
     from vllm import LLM
 
     from specinfer_vllm.bench import prompts, smollm2
@@ -76,7 +73,9 @@ def measured(llm: Any, chats: Sequence[list], temperature: float, batch: int, to
     from tqdm import tqdm
     from vllm import SamplingParams
 
-    drafter = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.drafter
+    from specinfer_vllm.bench import engines
+
+    drafter = engines.runner_of(llm).drafter
     if not drafter.options.samples_drafts:
         raise ValueError("the engine must be started with a rule that needs draws, or none would be made")
     params = SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=True)

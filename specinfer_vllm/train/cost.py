@@ -123,7 +123,9 @@ def engine(llm: str, ssms: Sequence[str], batch: int, most: int, dtype: str, com
 
 def measure(running: Any, batch: int, most: int, steps: int) -> Cost:
     """Time one number of requests. running: what `engine` returned; steps: of decoding at each number of nodes."""
-    runner = running.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    from specinfer_vllm.bench import engines
+
+    runner = engines.runner_of(running)
     drafter, options = runner.drafter, runner.drafter.options
     nodes, llm, level = points(most), [], []
     decode(running, batch, steps)  # warm: what is compiled on first use

@@ -76,8 +76,8 @@ def serve(
         for i, limit in enumerate(questions.limits)
     ]
     running.generate(asked[:batch], params[:batch], use_tqdm=False)  # warm
-    before, begin = running.collective_rpc("tree_stats")[0], time.perf_counter()
+    before, begin = engines.tree_stats(running), time.perf_counter()
     outputs = running.generate(asked, params, use_tqdm=False)
-    seconds, after = time.perf_counter() - begin, running.collective_rpc("tree_stats")[0]
-    tokens, steps = (after[name] - before[name] for name in ("tokens", "request_steps"))
-    return Measured(tokens / max(steps, 1), sum(len(each.outputs[0].token_ids) for each in outputs) / seconds)
+    seconds = time.perf_counter() - begin
+    per_step = engines.tokens_per_step(before, engines.tree_stats(running))
+    return Measured(per_step, sum(len(each.outputs[0].token_ids) for each in outputs) / seconds)

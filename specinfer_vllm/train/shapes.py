@@ -64,12 +64,12 @@ def fastest(found: Sequence[Choice], batch: int) -> Choice:
 
 def best_first(profile: Profile, cost: Cost, max_nodes: int, max_depth: int) -> dict[str, Any]:
     """A speculative_config whose trees grow best-first under the measured costs, in passes over one row."""
-    curve, row_cost, one = cost.curve(max_nodes), cost.row_cost(max_nodes), cost.one_row(max_nodes)
+    row_cost, one = cost.row_cost(max_nodes), cost.one_row(max_nodes)
     read = cost.batch * SsmOptions.width  # rows of a level
     return {
         "method": METHOD,
         "ssms": [{"model": ssm} for ssm in profile.ssms],
-        "num_nodes": len(curve) - 1,
+        "num_nodes": max_nodes,
         "depth": max_depth,
         "row_cost": round(min(row_cost, 1.0), 4),
         "draft_cost": round(min(max(cost.level) / one / (1 + row_cost * (read - 1)), 1.0), 4),
