@@ -9,10 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from specinfer_vllm.patches.patch import Hook
 
 RUNNER = Hook("vllm.v1.worker.cpu_worker", "CPUModelRunner", reason="the CPU worker builds its runner by this name")
+RUNNER_V2 = Hook(
+    "vllm.v1.worker.cpu.model_runner", "CPUModelRunner", reason="the CPU worker builds its V2 runner by this name"
+)
 
 
 @contextmanager
@@ -26,6 +30,25 @@ def runner_class(replacement: type) -> Iterator[None]:
     hooks.check(hooks.RUNNER)
     import vllm.v1.worker.cpu_worker as module
 
+    with exchanged(module, replacement):
+        yield
+
+
+@contextmanager
+def runner_v2_class(replacement: type) -> Iterator[None]:
+    """The same for the V2 runner, which init_device imports from another module."""
+    from specinfer_vllm.patches import hooks
+
+    hooks.check((RUNNER_V2, *hooks.RUNNER_V2))
+    import vllm.v1.worker.cpu.model_runner as module
+
+    with exchanged(module, replacement):
+        yield
+
+
+@contextmanager
+def exchanged(module: Any, replacement: type) -> Iterator[None]:
+    """A module whose name CPUModelRunner means `replacement`."""
     original = module.CPUModelRunner
     module.CPUModelRunner = replacement
     try:

@@ -10,7 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from specinfer_vllm.patches import cpu_attention, cpu_worker, engine_args, logits_processors
+from specinfer_vllm.patches import (
+    cpu_attention,
+    cpu_worker,
+    engine_args,
+    logits_processors,
+    speculator,
+    triton_attention,
+)
 from specinfer_vllm.patches.patch import Hook, Patch
 
 # 0.33 gives each request of a mask a fixed number of rows; engine/scheduler.py packs them as 0.32 does.
@@ -20,6 +27,9 @@ SCHEDULER = "vllm.v1.core.sched.scheduler"
 GRAMMAR = "vllm.v1.structured_output"
 CPU_ATTENTION = "vllm.v1.attention.backends.cpu_attn"
 CPU_RUNNER = "vllm.v1.worker.cpu_model_runner"
+V2_RUNNER = "vllm.v1.worker.gpu.model_runner"
+V2_SPECULATOR = "vllm.v1.worker.gpu.spec_decode.speculator"
+V2_SAMPLE = "vllm.v1.worker.gpu.sample"
 
 # What the plug-in replaces in every process; the other hooks are subclassed or called.
 PATCHES: tuple[type[Patch], ...] = (*engine_args.PATCHES, *logits_processors.PATCHES)
@@ -43,6 +53,12 @@ LAUNCH: tuple[Hook, ...] = (
         ("self", "scheduler_output"),
         "the grammar walks each tree, not a chain",
         PACKED_MASKS,
+    ),
+    Hook(
+        SCHEDULER,
+        "Scheduler.update_draft_token_ids_in_output",
+        ("self", "draft_token_ids", "scheduler_output"),
+        "the nodes that a grammar walks are known only when a batch was scheduled asynchronously",
     ),
     Hook(
         GRAMMAR,
@@ -152,7 +168,84 @@ RUNNER: tuple[Hook, ...] = (
     ),
 )
 
-ALL: tuple[Hook, ...] = (*PLUGIN, *LAUNCH, *RUNNER)
+RUNNER_V2: tuple[Hook, ...] = (
+    speculator.SPECULATOR,
+    *triton_attention.HOOKS,
+    Hook(V2_RUNNER, "GPUModelRunner.load_model", ("self", "load_dummy_weights", "*"), "trees are walked, not rejected"),
+    Hook(V2_RUNNER, "GPUModelRunner.add_requests", ("self", "scheduler_output"), "a new request finds a blank tree"),
+    Hook(
+        V2_RUNNER,
+        "GPUModelRunner.prepare_attn",
+        ("self", "input_batch"),
+        "a node's position is its depth, not its row; the step's mask is handed to the layers",
+    ),
+    Hook(
+        V2_RUNNER,
+        "GPUModelRunner.prepare_dummy_attn",
+        ("self", "input_batch", "*"),
+        "graphs are captured over the trees' buffers",
+    ),
+    Hook(
+        V2_RUNNER,
+        "GPUModelRunner.postprocess_sampled",
+        ("self", "idx_mapping", "sampled_tokens", "num_sampled", "num_rejected", "*"),
+        "accepted K/V is moved into place before anything else reads it",
+    ),
+    Hook(
+        V2_RUNNER,
+        "GPUModelRunner.take_draft_token_ids",
+        ("self",),
+        "the topology goes to the scheduler with the drafts of a batch that has a grammar",
+    ),
+    Hook(
+        "vllm.v1.worker.gpu.spec_decode.ngram.speculator",
+        "NgramGPUSpeculator.propose",
+        (
+            "self",
+            "input_batch",
+            "attn_metadata",
+            "slot_mappings",
+            "last_hidden_states",
+            "aux_hidden_states",
+            "num_sampled",
+            "num_rejected",
+            "*",
+        ),
+        "the next trees are drafted where every speculator drafts, and this one is a whole one",
+    ),
+    Hook(V2_SPECULATOR, "DraftModelSpeculator.load_model", ("self", "target_model"), "SSMs are loaded beside the LLM"),
+    Hook(
+        f"{V2_SAMPLE}.sampler",
+        "Sampler.sample",
+        (
+            "self",
+            "logits",
+            "expanded_idx_mapping",
+            "idx_mapping",
+            "idx_mapping_np",
+            "pos",
+            "input_ids",
+            "expanded_local_pos",
+            "seq_lens_upper_bound_np",
+            "return_logprobs",
+        ),
+        "vLLM's own sampler chooses a token at every row",
+    ),
+    Hook(
+        f"{V2_SAMPLE}.logprob",
+        "compute_topk_scores",
+        ("logits", "num_logprobs", "sampled_token_ids", "cu_num_logits", "logprob_token_ids_state"),
+        "logprobs of the emitted tokens, from the rows that emitted them",
+    ),
+    Hook(
+        "vllm.v1.worker.gpu.input_batch",
+        "get_num_sampled_and_rejected",
+        ("num_sampled", "seq_lens", "cu_num_logits", "idx_mapping", "prefill_len"),
+        "an unfinished prompt emits nothing",
+    ),
+)
+
+ALL: tuple[Hook, ...] = tuple(dict.fromkeys((*PLUGIN, *LAUNCH, *RUNNER, *RUNNER_V2)))
 
 
 def check(hooks: Iterable[Hook]) -> None:

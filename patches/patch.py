@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -65,7 +66,10 @@ class Hook:
             return
         if not callable(target):
             raise HookChanged(f"{self}: a {type(target).__name__}, expected a function of {self.parameters}")
-        found = inspect.signature(target).parameters
+        self.compare(inspect.signature(target).parameters)
+
+    def compare(self, found: Mapping[str, inspect.Parameter]) -> None:
+        """Raise HookChanged unless a target with these parameters is as we know it."""
         wanted = tuple(name for name in self.parameters if name != "*")
         rest = () if wanted != self.parameters else tuple(found.values())[len(wanted) :]
         if tuple(found)[: len(wanted)] != wanted or any(map(is_required, rest)):

@@ -21,6 +21,17 @@ from specinfer_vllm.config import METHOD, TreeOptions
 # asynchronous scheduling off, which the V1 adapter cannot follow.
 V1_METHOD = "custom_class"
 DRAFTER = "specinfer_vllm.engine.drafter.TreeDrafter"
+# vLLM lets asynchronous scheduling stay on beside this label only, and the V2 runner refuses the other.
+V2_METHOD = "draft_model"
+
+
+def uses_runner_v2() -> bool:
+    """Which runner serves a tree, as vLLM chooses it: V2 wherever Triton runs, or as the user says."""
+    from vllm import envs
+    from vllm.triton_utils import HAS_TRITON
+
+    wanted = envs.VLLM_USE_V2_MODEL_RUNNER
+    return HAS_TRITON if wanted is None else wanted
 
 
 @config(repr=False)  # pydantic's own repr would print both ModelConfigs on every log line
@@ -36,8 +47,7 @@ class TreeSpeculativeConfig(SpeculativeConfig):
 
     def __post_init__(self) -> None:
         tree = TreeOptions.from_value(self.options)
-        self.method = V1_METHOD
-        self.model = DRAFTER
+        self.method, self.model = (V2_METHOD, None) if uses_runner_v2() else (V1_METHOD, DRAFTER)
         self.num_speculative_tokens = tree.max_nodes
         self.prompt_lookup_max = 0
         self.prompt_lookup_min = 0

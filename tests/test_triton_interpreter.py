@@ -16,7 +16,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-KERNELS = ["tree_attention", "mla_attention", "kv_compact", "tree_build", "tree_verify"]
+KERNELS = ["tree_attention", "mla_attention", "kv_compact", "tree_build", "tree_verify", "backend"]
 HERE = Path(__file__).parent
 
 

@@ -15,6 +15,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 
 from specinfer_vllm.attention.cpu_kernel import TILE_COLS, Problem, kernel
 from specinfer_vllm.attention.cpu_kv_layout import CpuKvLayout, layout_of
+from specinfer_vllm.attention.tree_batch import TreeBatch
 from specinfer_vllm.attention.tree_mask import TreeMask
 
 
@@ -83,12 +84,17 @@ class TreePass:
 
 
 class TreeCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
-    """vLLM's builder; the runner hangs a TreePass on what it builds."""
+    """vLLM's builder. The V1 runner hangs a TreePass on what it builds; the V2 runner sets `tree` beforehand."""
 
-    def build(self, *args, **kwargs) -> CPUAttentionMetadata:
-        """As upstream, with no tree yet."""
-        metadata = super().build(*args, **kwargs)
+    tree: TreeBatch | None = None
+
+    def build(self, common_prefix_len: int, common_attn_metadata, *args, **kwargs) -> CPUAttentionMetadata:
+        """As upstream, and the trees of the pass when they are known."""
+        metadata = super().build(common_prefix_len, common_attn_metadata, *args, **kwargs)
         metadata.tree = None
+        if self.tree is not None:
+            mask = TreeMask.of_batch(self.tree, common_attn_metadata.num_actual_tokens)
+            metadata.tree = TreePass.of(mask, common_attn_metadata.block_table_tensor, self.kv_cache_spec.block_size)
         return metadata
 
 

@@ -8,6 +8,8 @@ from functools import cached_property
 
 import torch
 
+from specinfer_vllm.attention.tree_batch import TreeBatch
+
 WORD_BITS = 64
 
 
@@ -35,6 +37,27 @@ class TreeMask:
     tree_len: torch.Tensor
     batch: torch.Tensor
     covers_all: bool
+
+    @classmethod
+    def of_batch(cls, batch: TreeBatch, num_rows: int) -> TreeMask:
+        """The mask of the V2 runner's trees, for backends that want it padded; num_rows: query rows of the pass."""
+        rows, valid, counts = padded(batch.query_start, batch.num_requests, batch.max_rows)
+        slots, tree_len = rows, counts
+        if batch.tree_start is not None:
+            slots, _, tree_len = padded(batch.tree_start, batch.num_requests, batch.max_slots)
+        depth = batch.depth if batch.row_depth is None else batch.row_depth
+        prefix_len = batch.prefix_len[: batch.num_requests].to(torch.int64)
+        return cls(
+            rows=rows,
+            valid=valid,
+            words=batch.ancestors[rows],
+            position=prefix_len[:, None] + depth[rows],
+            tree_depth=batch.depth[slots].to(torch.int64),
+            prefix_len=prefix_len,
+            tree_len=tree_len,
+            batch=torch.arange(batch.num_requests, device=rows.device),
+            covers_all=batch.num_rows == num_rows,
+        )
 
     @cached_property
     def num_keys(self) -> int:
@@ -68,3 +91,15 @@ class TreeMask:
         # A padded row sees the first key, so that its softmax is defined; nobody reads its result.
         visible[..., 0] |= ~self.valid
         return torch.zeros(visible.shape).masked_fill_(~visible, float("-inf"))
+
+
+def padded(starts: torch.Tensor, requests: int, width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(rows, valid, counts) of ragged rows, [requests, width] twice and [requests]; padding repeats the first row.
+
+    starts [requests + 1 or more] int32: rows of request r are starts[r]:starts[r + 1]
+    """
+    starts = starts[: requests + 1].to(torch.int64)
+    counts = starts.diff()
+    local = torch.arange(width, device=starts.device)
+    valid = local < counts[:, None]
+    return starts[:-1, None] + torch.where(valid, local, 0), valid, counts

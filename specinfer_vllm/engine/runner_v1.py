@@ -279,6 +279,10 @@ class TreeRunnerMixin:
         if ranks[best] > (stats.showcase.rank if stats.showcase else 0):
             stats.showcase = self._showcase(step, best, int(emitted[best]))
 
+    def tree_stats(self) -> dict[str, Any]:
+        """Counters since the start."""
+        return self.drafter.stats.as_dict()
+
     def _showcase(self, step: StepTrees, request: int, emitted: int) -> Showcase:
         """A picture of one request's tree, drawn from what this step knows."""
         rows, tokens = step.accepted.rows[request], step.accepted.tokens[request]

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds
@@ -14,8 +15,8 @@ from specinfer_vllm.engine.grammar import fill_tree
 from specinfer_vllm.patches.speculative_config import tree_config
 
 
-class TreeScheduler(Scheduler):
-    """Synchronous scheduling of token trees.
+class TreeSchedulerMixin:
+    """Overrides of vLLM's schedulers.
 
     parents  request id -> parents of its nodes, as drafted; a prefix of the nodes may be scheduled
     """
@@ -28,17 +29,33 @@ class TreeScheduler(Scheduler):
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
         """Keep every node: one that the grammar forbids is masked in its parent's row, and its siblings stay."""
-        self.parents = dict(zip(draft_token_ids.req_ids, draft_token_ids.parents, strict=True))
+        self._keep_parents(draft_token_ids)
         for request_id, tokens in zip(draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=True):
             request = self.requests.get(request_id)
             if request is None or request.is_finished():
                 continue
             undraftable = request.is_prefill_chunk or self._reasons_before_grammar(request)
             request.spec_token_ids = [] if undraftable else tokens
+        drafted = self.parents.keys()
         for request in self.running:
             # Skipped this step: its drafts are older than the worker's trees and must not come back (vllm#49620).
-            if request.request_id not in self.parents:
+            if request.request_id not in drafted:
                 request.spec_token_ids = []
+
+    def update_draft_token_ids_in_output(self, draft_token_ids: DraftTokenIds, scheduler_output: Any) -> None:
+        """The nodes of a batch with a grammar, known only now under asynchronous scheduling; all are kept."""
+        self._keep_parents(draft_token_ids)
+        scheduled = scheduler_output.scheduled_spec_decode_tokens
+        for request_id, tokens in zip(draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=True):
+            placeholders = scheduled.get(request_id)
+            if placeholders and request_id in self.requests:
+                scheduled[request_id] = tokens[: len(placeholders)]
+        scheduler_output.num_invalid_spec_tokens = {}
+
+    def _keep_parents(self, drafts: DraftTokenIds) -> None:
+        """A worker that keeps its topology to itself, having no grammar in the batch, sends none."""
+        parents = drafts.parents or [()] * len(drafts.req_ids)
+        self.parents = dict(zip(drafts.req_ids, parents, strict=True))
 
     def _reasons_before_grammar(self, request: Any) -> bool:
         """Whether a grammar is still held back by reasoning, whose end vLLM looks for along a chain only."""
@@ -65,7 +82,11 @@ class TreeScheduler(Scheduler):
             start = self._fill(request, drafts.get(request.request_id, ()), start)
         ids = [request.request_id for request in requests]
         masks = self.structured_output_manager._grammar_bitmask[:start].numpy()
-        return GrammarOutput(ids, masks, [len(drafts.get(each, ())) for each in ids])
+        return GrammarOutput(ids, masks, [self._acceptable(each, drafts) for each in requests])
+
+    def _acceptable(self, request: Any, drafts: Any) -> int:
+        """Nodes whose rows are masked as their paths ask for: none while reasoning holds the grammar back."""
+        return 0 if self._reasons_before_grammar(request) else len(drafts.get(request.request_id, ()))
 
     def _fill(self, request: Any, tokens: Sequence[int], start: int) -> int:
         """Fill the masks of one request from row `start`; returns the row behind its last."""
@@ -73,7 +94,7 @@ class TreeScheduler(Scheduler):
         masks = self._masks(manager)
         grammar = request.structured_output_request.grammar
         applies = not self._reasons_before_grammar(request)
-        parents = self.parents.get(request.request_id, range(len(tokens)))
+        parents = self.parents.get(request.request_id) or range(len(tokens))
         fill_tree(
             grammar,
             request.request_id,
@@ -90,3 +111,11 @@ class TreeScheduler(Scheduler):
             rows = self.scheduler_config.max_num_seqs * (1 + self.num_spec_tokens)
             manager._grammar_bitmask = manager.backend.allocate_token_bitmask(rows)
         return manager._grammar_bitmask
+
+
+class TreeScheduler(TreeSchedulerMixin, Scheduler):
+    """Synchronous scheduling of token trees."""
+
+
+class TreeAsyncScheduler(TreeSchedulerMixin, AsyncScheduler):
+    """Asynchronous scheduling: nodes are placeholders here, and the device alone knows what they are."""

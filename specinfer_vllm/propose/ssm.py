@@ -87,20 +87,20 @@ class LevelShape:
     frontier: torch.Tensor
 
     @classmethod
-    def of(cls, children: Sequence[int], below: Sequence[int]) -> LevelShape:
+    def of(cls, children: Sequence[int], below: Sequence[int], device: torch.device) -> LevelShape:
         """children [nodes] of the level above, below [nodes] of this one."""
         kept, width = torch.tensor([each for each in children if each]), max(children)
         draws = torch.arange(width) < kept[:, None]
-        kept = slice(None) if bool(draws.all()) else draws.flatten().nonzero()[:, 0]
-        return cls(width, kept, torch.tensor(below).nonzero()[:, 0])
+        kept = slice(None) if bool(draws.all()) else draws.flatten().nonzero()[:, 0].to(device)
+        return cls(width, kept, torch.tensor(below).nonzero()[:, 0].to(device))
 
     @classmethod
-    def of_tree(cls, tree: StaticTree | None) -> list[LevelShape] | None:
+    def of_tree(cls, tree: StaticTree | None, device: torch.device) -> list[LevelShape] | None:
         """Level by level; None without a static tree."""
         if tree is None:
             return None
         below = (*tree.levels[1:], (0,) * sum(tree.levels[-1]))
-        return [cls.of(*each) for each in zip(tree.levels, below, strict=True)]
+        return [cls.of(*each, device) for each in zip(tree.levels, below, strict=True)]
 
 
 class SsmProposer(Proposer):
@@ -112,7 +112,8 @@ class SsmProposer(Proposer):
         config = tree_config(vllm_config)
         self.options, self.index = config.tree.ssms[index], index
         self.name = f"ssm{index}"
-        self.static = LevelShape.of_tree(config.tree.static_trees[index])
+        self.device = torch.device(vllm_config.device_config.device)
+        self.static = LevelShape.of_tree(config.tree.static_trees[index], self.device)
         self.max_depth = config.tree.max_depth
         self.row_cost, self.level_cost = config.tree.cost_of_row, config.tree.cost_of_level
         self.num_ssms = len(config.tree.ssms)
@@ -197,7 +198,7 @@ class SsmProposer(Proposer):
             return roots(batch.root_tokens())
         depth = int(batch.max_depth[chosen].max())
         covered = np.zeros((len(chosen), depth)) if batch.covered is None else batch.covered[chosen]
-        levels = self.levels(hidden, batch.rows[chosen], root[chosen], depth, covered)
+        levels = self.levels(hidden, torch.from_numpy(batch.rows[chosen]), root[chosen], depth, covered)
         self.laws = self.sampler.laws(self.llm_config.model_config.get_vocab_size())
         return self.trees(levels, batch, chosen)
 
@@ -225,24 +226,28 @@ class SsmProposer(Proposer):
         return hidden[last]
 
     def levels(
-        self, hidden: torch.Tensor, rows: np.ndarray, root: torch.Tensor, max_depth: int, covered: np.ndarray
+        self,
+        hidden: torch.Tensor,
+        requests: torch.Tensor,
+        root: torch.Tensor,
+        max_depth: int,
+        covered: np.ndarray | None = None,
     ) -> list[Level]:
         """Draw level by level.
 
-        hidden [batch, ..]; rows [requests] batch rows that draw; root [requests] last index; covered [requests, levels]
-        as in DraftBatch
+        hidden [batch, ..]; requests [requests] int64 rows of the batch that draw; root [requests] last index; covered
+        [requests, levels] as in DraftBatch, None = every level is drawn
         """
-        requests = torch.from_numpy(rows)
         drawn = [self.draw(hidden[requests][:, None], None, first=1, level=0)]
         parents: list[torch.Tensor] = []  # their scores, level by level, [requests, nodes]
         read: list[torch.Tensor] = []  # local indices of the nodes read so far, level by level, [requests, nodes]
-        ancestors = torch.zeros(len(rows), 0, 0, dtype=torch.bool)
+        ancestors = torch.zeros(len(requests), 0, 0, dtype=torch.bool, device=self.device)
         while len(drawn) < min(max_depth, self.depth):
             level = drawn[-1]
             frontier = self.frontier(level, len(drawn))
             token, score = level.token.gather(1, frontier), level.score.gather(1, frontier)
             parents.append(score)
-            if not self.pays(drawn, parents, covered[:, len(drawn)]):
+            if covered is not None and not self.pays(drawn, parents, covered[:, len(drawn)]):
                 break
             ancestors = extend(ancestors, read, level.parent.gather(1, frontier))
             read.append(frontier + level.first)
@@ -275,8 +280,8 @@ class SsmProposer(Proposer):
         if self.static is not None:
             return self.static[depth - 1].frontier.expand(len(level.token), -1)
         if nodes <= self.options.width:
-            return torch.arange(nodes).expand(len(level.token), nodes)
-        is_node = level.twin == torch.arange(level.first, level.first + nodes)
+            return torch.arange(nodes, device=self.device).expand(len(level.token), nodes)
+        is_node = level.twin == torch.arange(level.first, level.first + nodes, device=self.device)
         score = level.score.masked_fill(~is_node, -torch.inf)
         return score.topk(self.options.width, dim=1).indices.sort(dim=1).values
 
@@ -292,9 +297,10 @@ class SsmProposer(Proposer):
             width, kept = self.static[level].width, self.static[level].kept
         requests, nodes = states.shape[:2]
         logits = self.logits(states.flatten(0, 1))
-        path, parent = torch.zeros(requests, nodes), torch.zeros(requests, nodes, dtype=torch.int64)
-        if parents is not None:
-            path, parent = parents
+        if parents is None:
+            path = torch.zeros(requests, nodes, device=self.device)
+            parents = path, torch.zeros_like(path, dtype=torch.int64)
+        path, parent = parents
         children = self.sampler.children(logits.view(requests, nodes, -1), width, parent)
         score = (path[:, :, None] + children.score).masked_fill(children.token < 0, -torch.inf)
         parent = parent[:, :, None].expand_as(children.token)
@@ -302,7 +308,7 @@ class SsmProposer(Proposer):
         token, score, parent, back, law = (
             each.flatten(1)[:, kept] for each in (children.token, score, parent, children.back, children.law)
         )
-        twin = torch.arange(first, first + token.shape[1]) - back
+        twin = torch.arange(first, first + token.shape[1], device=self.device) - back
         return Level(token.clamp(min=0), score, parent, twin, law, first)
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
@@ -502,7 +508,7 @@ def extend(ancestors: torch.Tensor, read: list[torch.Tensor], parent: torch.Tens
     A node sees what its parent sees, and itself.
     """
     requests, nodes = parent.shape
-    itself = torch.eye(nodes, dtype=torch.bool).expand(requests, nodes, nodes)
+    itself = torch.eye(nodes, dtype=torch.bool, device=parent.device).expand(requests, nodes, nodes)
     if not read:
         return itself.clone()
     place = (parent[:, :, None] == read[-1][:, None, :]).int().argmax(dim=2)
@@ -514,7 +520,7 @@ def pack_bits(visible: torch.Tensor) -> torch.Tensor:
     """[.., nodes] bool to [.., words] int64, bit j of word j // 64."""
     padding = -visible.shape[-1] % WORD_BITS
     bits = torch.nn.functional.pad(visible.to(torch.int64), (0, padding)).unflatten(-1, (-1, WORD_BITS))
-    return (bits << torch.arange(WORD_BITS)).sum(dim=-1)
+    return (bits << torch.arange(WORD_BITS, device=visible.device)).sum(dim=-1)
 
 
 def attention_layers(config: VllmConfig) -> set[str]:

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The trees of the V2 runner's requests, on the device, from when they are drafted until they are verified."""
+
+from __future__ import annotations
+
+import torch
+
+from specinfer_vllm.tree.device import DeviceNodes
+from specinfer_vllm.triton_kernels.tree_build import OrderedTrees, TreeArrays, depth_first, words_for
+
+
+class DeviceTrees:
+    """The trees of all slots, rows = 1 + nodes; row 0 is the root, whose token stands with the engine.
+
+    tokens     [slots, rows] int32          -1 at the root and at nodes that do not exist
+    parent     [slots, rows] int32          row of the parent, -1 at the root
+    depth      [slots, rows] int32
+    ancestors  [slots, rows, words] int64   bit j of row i: node j is on i's path, i itself included
+    owner      [slots, rows] int32          bits of the proposers that drew the node
+    """
+
+    def __init__(self, slots: int, nodes: int, requests: int, device: torch.device | str) -> None:
+        """requests: most requests whose trees are written at once."""
+        self.nodes, self.rows, self.device = nodes, nodes + 1, device
+        words = words_for(self.rows)
+        self.tokens = torch.full((slots, self.rows), -1, dtype=torch.int32, device=device)
+        self.parent = torch.zeros(slots, self.rows, dtype=torch.int32, device=device)
+        self.depth = torch.ones(slots, self.rows, dtype=torch.int32, device=device)
+        self.ancestors = torch.zeros(slots, self.rows, words, dtype=torch.int64, device=device)
+        self.owner = torch.zeros(slots, self.rows, dtype=torch.int32, device=device)
+        self._owner = torch.zeros(requests, self.rows, dtype=torch.int32, device=device)
+        self.blank = self._blank(words)
+        self.start = torch.arange(requests + 1, dtype=torch.int32, device=device) * self.rows
+        self.no_prefix = torch.zeros(requests, dtype=torch.int32, device=device)
+        self._written = [
+            torch.full((requests, self.rows), fill, dtype=dtype, device=device)
+            for fill, dtype in ((-1, torch.int32), (-1, torch.int32), (torch.inf, torch.float32))
+        ]
+        self._ordered = OrderedTrees(
+            *(torch.empty(requests * self.rows, dtype=torch.int32, device=device) for _ in range(3)),
+            TreeArrays(
+                depth=torch.empty(requests * self.rows, dtype=torch.int32, device=device),
+                position=torch.empty(requests * self.rows, dtype=torch.int64, device=device),
+                ancestors=torch.empty(requests * self.rows, words, dtype=torch.int64, device=device),
+                slot=None,
+            ),
+            torch.empty(2, requests * self.rows, dtype=torch.int32, device=device),
+        )
+        self.reset(torch.arange(slots, device=device))
+
+    def _blank(self, words: int) -> tuple[torch.Tensor, ...]:
+        """The arrays of a tree without nodes: every row but the root hangs on the root and matches nothing."""
+        row = torch.arange(self.rows, device=self.device)
+        bits = torch.zeros(self.rows, words, dtype=torch.int64, device=self.device)
+        bits[row, row // 64] = torch.ones_like(row) << (row % 64)
+        bits[:, 0] |= 1
+        depth = (row > 0).int()
+        return torch.full_like(depth, -1), depth - 1, depth, bits
+
+    @property
+    def arrays(self) -> tuple[torch.Tensor, ...]:
+        """tokens, parent, depth, ancestors."""
+        return self.tokens, self.parent, self.depth, self.ancestors
+
+    def reset(self, slots: torch.Tensor) -> None:
+        """Slots [k] int64 have no tree: their request is new, or another's."""
+        for array, blank in zip(self.arrays, self.blank, strict=True):
+            array[slots] = blank
+
+    def write(self, slots: torch.Tensor, nodes: DeviceNodes) -> torch.Tensor:
+        """Keep the trees of slots [requests] int64, depth-first. Returns their tokens [requests, nodes], -1 = none."""
+        requests = len(slots)
+        for buffer, values in zip(self._written, (nodes.token, nodes.parent, nodes.score), strict=True):
+            buffer[:requests, 1:] = values
+        flat = [buffer[:requests].view(-1) for buffer in self._written]
+        ordered = depth_first(
+            *flat, self.start[: requests + 1], self.no_prefix[:requests], max_rows=self.rows, out=self._ordered
+        )
+        made = (ordered.tokens, ordered.parent, ordered.arrays.depth, ordered.arrays.ancestors)
+        for array, values in zip(self.arrays, made, strict=True):
+            array[slots] = values[: requests * self.rows].view(requests, self.rows, *values.shape[1:])
+        self._owner[:requests, 1:] = nodes.owner
+        source = ordered.source[: requests * self.rows].long()
+        self.owner[slots] = self._owner.view(-1)[source].view(requests, self.rows)
+        return self.tokens[slots, 1:]

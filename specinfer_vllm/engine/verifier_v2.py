@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Acceptance on the V2 runner: vLLM's own sampler chooses a token at every row, and each tree is walked along them.
+
+The sampler's noise is keyed by the request's seed and the position (vllm/v1/worker/gpu/sample/gumbel.py), so a row of
+the accepted path gets the very token that plain decoding would get there: greedy and sampled output alike is plain
+vLLM's, whatever was drafted (naive sampling, SpecInfer section 4.3).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.v1.outputs import LogprobsTensors
+from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
+from vllm.v1.worker.gpu.metrics.logits import get_num_nans
+from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
+from vllm.v1.worker.gpu.sample.output import SamplerOutput
+
+from specinfer_vllm.triton_kernels.tree_verify import Walk
+from specinfer_vllm.triton_kernels.tree_walk import walk
+
+if TYPE_CHECKING:
+    from specinfer_vllm.engine.device_trees import DeviceTrees
+
+PROCESSED = ("processed_logits", "processed_logprobs")
+
+
+class TreeVerifier:
+    """Stands in the place of vLLM's RejectionSampler.
+
+    walked  what the last call accepted, None after a step without trees
+    logits  [rows, vocab] that it saw
+    """
+
+    def __init__(self, sampler: Any, trees: DeviceTrees, max_depth: int) -> None:
+        self.sampler, self.trees, self.max_depth = sampler, trees, max_depth
+        self.walked: Walk | None = None
+        self.logits: torch.Tensor | None = None
+
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        input_batch: Any,
+        draft_logits: torch.Tensor | None = None,
+        invalid_drafts: torch.Tensor | None = None,
+    ) -> SamplerOutput:
+        """As RejectionSampler.__call__. A grammar has masked every row behind its own path.
+
+        invalid_drafts  [rows] bool    rows whose mask says nothing yet, since reasoning holds the grammar back
+        """
+        num_nans = get_num_nans(logits) if self.sampler.compute_nans else None
+        slots, local = input_batch.expanded_idx_mapping, input_batch.expanded_local_pos.long()
+        dims = self.sampler.get_logprobs_dims(input_batch.idx_mapping_np)
+        chosen, processed = self.sampler.sample(
+            logits,
+            slots,
+            input_batch.idx_mapping,
+            input_batch.idx_mapping_np,
+            input_batch.positions[input_batch.logits_indices],
+            input_batch.input_ids[input_batch.logits_indices],
+            input_batch.expanded_local_pos,
+            input_batch.seq_lens_cpu_upper_bound.numpy(),
+            return_logprobs=dims is not None,
+        )
+        tokens = self.trees.tokens[slots, local]
+        if invalid_drafts is not None:
+            tokens.masked_fill_(invalid_drafts, -1)
+        walked = walk(
+            chosen.view(-1).long(),
+            tokens,
+            self.trees.parent[slots, local],
+            input_batch.cu_num_logits,
+            max_depth=self.max_depth,
+        )
+        logprobs = None
+        if dims is not None:
+            seen = processed if self.sampler.logprobs_mode in PROCESSED else logits
+            logprobs = self._logprobs(seen, walked, input_batch, dims)
+        num_sampled, num_rejected = get_num_sampled_and_rejected(
+            walked.num_tokens,
+            input_batch.seq_lens,
+            input_batch.cu_num_logits,
+            input_batch.idx_mapping,
+            self.sampler.req_states.prefill_len.gpu,
+        )
+        self.walked, self.logits = walked, logits
+        return SamplerOutput(walked.tokens, logprobs, num_nans, num_sampled, num_rejected)
+
+    def _logprobs(self, logits: torch.Tensor, walked: Walk, batch: Any, dims: tuple[int, int]) -> LogprobsTensors:
+        """Logprobs of the emitted tokens. vLLM takes row j of a request for its j-th token; here it is the path's."""
+        column = batch.expanded_local_pos.long().clamp(max=self.max_depth)
+        sizes = batch.cu_num_logits.diff().long()
+        request = torch.repeat_interleave(
+            torch.arange(batch.num_reqs, device=logits.device), sizes, output_size=len(logits)
+        )
+        rows, tokens = walked.rows[request, column].clamp(min=0), walked.tokens[request, column].clamp(min=0)
+        num_logprobs, most_ids = dims
+        return compute_topk_scores(
+            logits[rows],
+            num_logprobs,
+            tokens,
+            batch.cu_num_logits_np.tolist(),
+            logprob_token_ids_state=self.sampler.logprob_token_ids_state,
+            expanded_idx_mapping=batch.expanded_idx_mapping,
+            max_per_req_token_ids=most_ids,
+            logits_mode=self.sampler.logprobs_mode.endswith("logits"),
+        )
