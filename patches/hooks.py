@@ -20,9 +20,6 @@ from specinfer_vllm.patches import (
 )
 from specinfer_vllm.patches.patch import Hook, Patch
 
-# 0.33 gives each request of a mask a fixed number of rows; engine/scheduler.py packs them as 0.32 does.
-PACKED_MASKS = ">=0.32,<0.33"
-
 SCHEDULER = "vllm.v1.core.sched.scheduler"
 GRAMMAR = "vllm.v1.structured_output"
 CPU_ATTENTION = "vllm.v1.attention.backends.cpu_attn"
@@ -52,7 +49,6 @@ LAUNCH: tuple[Hook, ...] = (
         "Scheduler.get_grammar_bitmask",
         ("self", "scheduler_output"),
         "the grammar walks each tree, not a chain",
-        PACKED_MASKS,
     ),
     Hook(
         SCHEDULER,
@@ -64,8 +60,7 @@ LAUNCH: tuple[Hook, ...] = (
         GRAMMAR,
         "StructuredOutputManager._fill_bitmasks",
         ("self", "batch"),
-        "one row's mask from the grammar's present state",
-        PACKED_MASKS,
+        "one row's mask from the grammar's present state; engine/mask_layout.py knows both releases' rows",
     ),
     Hook(
         GRAMMAR,

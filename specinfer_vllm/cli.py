@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
@@ -18,6 +20,7 @@ from specinfer_vllm.train.commands import ALL as WORKSHOP
 
 if TYPE_CHECKING:
     from specinfer_vllm.doctor import Report
+    from specinfer_vllm.engine.outlook import Outlook
 
 TYPES = {
     "bool": "true or false",
@@ -46,20 +49,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def add_doctor(commands: Any) -> None:
-    """`specinfer doctor`: exit code 0 when trees can be served here, 1 otherwise."""
+    """`specinfer doctor`: exit code 0 when trees, or the command line, can be served here, 1 otherwise."""
     parser = commands.add_parser(
-        "doctor", help="say whether trees work with the vLLM that is installed, and if not, why"
+        "doctor",
+        help="say whether trees work with the vLLM that is installed, and what a command line of vllm serve gets",
+        usage="specinfer doctor [-h] [--json] [-- vllm serve MODEL --speculative-config tree ...]",
     )
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    parser.add_argument(
+        "command_line",
+        nargs=argparse.REMAINDER,
+        help="behind --: a command line of vllm serve, of which runner, attention, CUDA graphs and trees are said "
+        "without reading weights; without one, what --speculative-config tree gets here",
+    )
     parser.set_defaults(run=doctor)
 
 
 def doctor(given: argparse.Namespace) -> int:
     """Print what `specinfer_vllm.doctor` finds out."""
+    words = given.command_line[given.command_line[:1] == ["--"] :]
+    if words and "vllm" not in sys.modules:
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")  # a configuration logs a page
     from specinfer_vllm.doctor import examine
 
     with redirect_stdout(sys.stderr):  # vLLM's log goes to stdout, where only the findings belong
-        report = examine()
+        report = examine(words or None)
     if given.json:
         print_json(report.as_dict())
     else:
@@ -79,11 +93,59 @@ def print_report(report: Report) -> None:
         ("allowed", f"{'yes' if entry['allowed'] else 'no'} (VLLM_PLUGINS {listed})"),
     ]
     print_table("environment", ("what", "found"), rows)
-    hooks = [(each.state, each.use, each.target, each.versions, each.reason) for each in report.hooks]
-    print_table("hooks in vLLM", ("state", "use", "target", "versions", "reason"), hooks)
+    hooks = [(each.state, each.use, each.runner, each.target, each.versions, each.reason) for each in report.hooks]
+    print_table("hooks in vLLM", ("state", "use", "runner", "target", "versions", "reason"), hooks)
+    outlook = report.outlook
+    if outlook:
+        line = "--speculative-config tree" if outlook.command_line is None else shlex.join(outlook.command_line)
+        print_table(line, ("what", "it gets"), outlook_rows(outlook))
+    for note in outlook.notes if outlook else ():
+        print(f"note: {note}")
     for problem in report.problems:
         print(f"problem: {problem}")
-    print("trees can be served here" if report.is_healthy else "trees cannot be served here")
+    refusals = outlook.refusals if outlook else ()
+    for refusal in refusals:
+        if refusal not in report.problems:
+            print(f"refused: {refusal}")
+    print(verdict(report))
+
+
+def verdict(report: Report) -> str:
+    """All of it in one line."""
+    outlook = report.outlook
+    if report.problems:
+        return "trees cannot be served here"
+    if outlook is None or outlook.command_line is None:
+        return "trees can be served here" if report.is_healthy else "trees cannot be served here"
+    if outlook.refusals:
+        return "this command line is refused"
+    return "this command line serves token trees" if outlook.is_tree else "this command line is plain vLLM's"
+
+
+def outlook_rows(outlook: Outlook) -> list[tuple[str, str]]:
+    """What is known of a command line, a line each."""
+    meant = {True: "token trees", False: "plain vLLM: it asks for no tree", None: "unknown: vLLM cannot read it"}
+    graphs = outlook.graph_mode
+    if outlook.tree_graphs not in (None, outlook.graph_mode):
+        graphs = f"{graphs}: {outlook.tree_graphs} where every request has a tree, else {outlook.other_graphs}"
+    plan = {None: "", True: ", asynchronous", False: ", not asynchronous"}[outlook.is_async]
+    rows = {
+        "serves": meant[outlook.is_tree],
+        "model": outlook.model,
+        "device": outlook.device,
+        "runner": outlook.runner and f"{outlook.runner} ({outlook.runner_reason})",
+        "worker": outlook.worker,
+        "scheduler": outlook.scheduler and f"{outlook.scheduler}{plan}",
+        "attention of tree rows": outlook.tree_attention,
+        "attention of other rows" if outlook.is_tree else "attention": outlook.attention,
+        "CUDA graphs": graphs,
+        "nodes per tree": outlook.nodes and f"{outlook.nodes}, at most {outlook.depth} levels",
+        "lookahead slots": None if outlook.lookahead_slots is None else str(outlook.lookahead_slots),
+        "proposers": ", ".join(outlook.proposers),
+        "primer": outlook.primer,
+        "verifier": outlook.verifier,
+    }
+    return [(name, said) for name, said in rows.items() if said]
 
 
 # -- options -----------------------------------------------------------------------------------------------------------

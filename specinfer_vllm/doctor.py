@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `specinfer doctor` finds out: whether `tree` works with the vLLM of this environment, and if not, why.
 
+Given a command line of `vllm serve`, also what that will get: runner, attention, CUDA graphs, trees, or a refusal.
+
 vLLM is imported only through the plug-in, and its absence is a finding like any other.
 """
 
@@ -8,17 +10,22 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, entry_points, packages_distributions, version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specinfer_vllm import __version__, plugin
 from specinfer_vllm.patches import hooks
 from specinfer_vllm.patches.patch import SUPPORTED_VERSIONS, Hook, HookChanged, HookMissing, is_version_in, vllm_version
 
+if TYPE_CHECKING:
+    from specinfer_vllm.engine.outlook import Outlook
+
 GROUP = "vllm.general_plugins"
 NAME = "specinfer"
 FOUND, MISSING, CHANGED = "found", "missing", "changed"
+BOTH = "both"
 PATCHED, UNPATCHED, RELIED_ON = "patched", "unpatched", "relied on"
 
 
@@ -26,12 +33,14 @@ PATCHED, UNPATCHED, RELIED_ON = "patched", "unpatched", "relied on"
 class HookFinding:
     """One place of vLLM that we rely on.
 
+    runner    V1 or V2 where only that one's adapter uses it, else both
     use       patched (in this process's vLLM), unpatched (it should be), or relied on: subclassed or called
     state     found, missing, or changed since what relies on it was written
     detail    what differs; empty when found
     """
 
     target: str
+    runner: str
     use: str
     reason: str
     versions: str
@@ -47,6 +56,7 @@ class Report:
     supported  releases of vLLM whose hooks were read
     device     what vLLM runs on; None when it cannot be asked
     plugin     entry_point, allowed (by VLLM_PLUGINS), VLLM_PLUGINS
+    outlook    what the command line gets, or `--speculative-config tree` without one; None when vLLM cannot be asked
     problems   what keeps `tree` from working, a sentence each
     """
 
@@ -55,35 +65,42 @@ class Report:
     device: str | None
     plugin: dict[str, Any]
     hooks: list[HookFinding]
+    outlook: Outlook | None
     problems: list[str]
 
     @property
     def is_healthy(self) -> bool:
-        """Whether `--speculative-config tree` can be expected to work."""
-        return not self.problems
+        """Whether `--speculative-config tree`, or the command line, can be expected to work."""
+        return not self.problems and not (self.outlook and self.outlook.refusals)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON types, for `--json`."""
         return {"ok": self.is_healthy, **asdict(self)}
 
 
-def examine() -> Report:
-    """Load the plug-in as vLLM would, and look at every hook."""
+def examine(command_line: Sequence[str] | None = None) -> Report:
+    """Load the plug-in as vLLM would, look at every hook, and at the command line when there is one."""
     versions, entry = installed(), entry_point()
-    device, problems = None, environment_problems(versions, entry)
+    device = outlook = trouble = None
+    problems = environment_problems(versions, entry)
     if versions["vllm"] is not None:
         if entry["entry_point"] and entry["allowed"]:
             plugin.register()
         try:
             device, trouble = plugin.device()
+            outlook = plugin.outlook(command_line)
         except Exception as error:
             trouble = f"vllm cannot say what it runs on: {type(error).__name__}: {error}"
         problems += [trouble] if trouble else []
     findings = [find(hook) for hook in hooks.ALL]
-    problems += [finding.detail for finding in findings if finding.state != FOUND]
+    runner = outlook.runner if outlook else None
+    # What only the other runner's adapter uses may be as it likes.
+    problems += [
+        each.detail for each in findings if each.state != FOUND and each.runner in (runner or each.runner, BOTH)
+    ]
     if not problems and any(finding.use == UNPATCHED for finding in findings):
         problems.append("the plug-in stands aside; its warning says why")
-    return Report(versions, SUPPORTED_VERSIONS, device, entry, findings, problems)
+    return Report(versions, SUPPORTED_VERSIONS, device, entry, findings, outlook, problems)
 
 
 def installed() -> dict[str, str | None]:
@@ -152,4 +169,11 @@ def find(hook: Hook) -> HookFinding:
         state, detail = MISSING, str(missing)
     patch = next((each for each in hooks.PATCHES if each.target is hook), None)
     use = RELIED_ON if patch is None else PATCHED if patch.is_applied() else UNPATCHED
-    return HookFinding(str(hook), use, hook.reason, hook.versions, state, detail)
+    return HookFinding(str(hook), runner_of(hook), use, hook.reason, hook.versions, state, detail)
+
+
+def runner_of(hook: Hook) -> str:
+    """Which runner's adapter uses it."""
+    if hook in hooks.PLUGIN or hook in hooks.LAUNCH:
+        return BOTH
+    return "V1" if hook in hooks.RUNNER else "V2"

@@ -9,8 +9,13 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from specinfer_vllm.patches.patch import SUPPORTED_VERSIONS, HookMissing, is_version_in, vllm_version
+
+if TYPE_CHECKING:
+    from specinfer_vllm.engine.outlook import Outlook
 
 # Below vLLM's logger, so that its handlers and level apply.
 logger = logging.getLogger("vllm.specinfer")
@@ -65,3 +70,10 @@ def device() -> tuple[str, str | None]:
     from specinfer_vllm.engine import launch
 
     return current_platform.device_name or "no device", launch.device_problem()
+
+
+def outlook(command_line: Sequence[str] | None) -> Outlook:
+    """What a command line of `vllm serve` will get here; None = what `--speculative-config tree` alone gets."""
+    from specinfer_vllm.engine import outlook
+
+    return outlook.outlook(command_line)

@@ -241,8 +241,8 @@ def runner_v2(monkeypatch):
     ("options", "message"),
     [
         (
-            {"ssms": ["{ssm}"], "verifier": "mss"},
-            "verifier: 'mss' does not run on vLLM's V2 runner yet; use one of auto",
+            {"ssms": ["{ssm}"], "verifier": "traversal"},
+            "verifier: 'traversal' does not run on vLLM's V2 runner yet; use one of auto",
         ),
         ({"proposers": ["ngram"]}, r"proposers: 'ngram' does not run on vLLM's V2 runner yet; use \['recycling'\]"),
         ({"batch_nodes": 64}, "batch_nodes: not served by vLLM's V2 runner yet; leave it out"),

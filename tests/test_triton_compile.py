@@ -21,9 +21,11 @@ from triton.runtime.jit import mangle_type  # noqa: E402
 from specinfer_vllm.triton_kernels import (  # noqa: E402
     kv_compact,
     mla_attention,
+    recycle,
     tree_attention,
     tree_build,
     tree_verify,
+    tree_walk,
     tuning,
 )
 
@@ -324,6 +326,35 @@ def test_the_walk_compiles_without_spills(rule, chip, monkeypatch, tmp_path, cap
     logits = meta(64, 151_936, dtype=torch.bfloat16)
     tree_verify.verify(logits, meta(64), meta(64), meta(9), max_depth=7, **options)
     check(recorder, chip, tmp_path, capsys, rule)
+
+
+@pytest.mark.parametrize("chip", ["sm_80", "sm_90", "sm_100", "gfx942"])
+def test_the_walk_along_chosen_tokens_compiles_without_spills(chip, monkeypatch, tmp_path, capsys):
+    (recorder,) = record(monkeypatch, tree_walk, "_walk")
+    tree_walk.walk(meta(72, dtype=torch.int64), meta(72), meta(72), meta(9), max_depth=8)
+    check(recorder, chip, tmp_path, capsys, "8 nodes")
+
+
+@pytest.mark.parametrize("chip", ["sm_80", "sm_90", "sm_100", "gfx942"])
+@pytest.mark.parametrize("nodes", [1, 8, 64, 300, 1024])
+def test_recycling_compiles_without_spills(nodes, chip, monkeypatch, tmp_path, capsys):
+    """Up to the most nodes that config.py allows: the candidates stay in registers, as does the window."""
+    (recorder,) = record(monkeypatch, recycle, "_recycle")
+    slots, ring, width = 65, recycle.WINDOW, 8
+    recycle.recycle(
+        meta(slots, 8192),
+        meta(slots),
+        meta(8, dtype=torch.int64),
+        meta(slots, ring),
+        meta(slots, ring, width),
+        floats(slots, ring, width),
+        meta(slots),
+        meta(slots),
+        floats(recycle.CONTEXT),
+        max_depth=8,
+        out=recycle.Grown.empty(8, nodes, "meta"),
+    )
+    check(recorder, chip, tmp_path, capsys, f"{nodes} nodes")
 
 
 @pytest.mark.parametrize(("rows", "group"), [(1, 8), (16, 4), (64, 1), (8, 8)])

@@ -79,6 +79,23 @@ class Walk:
     rows: torch.Tensor
     num_tokens: torch.Tensor
 
+    @classmethod
+    def empty(cls, requests: int, width: int, device: torch.device | str) -> Walk:
+        """Buffers to write to, contents undefined; width = max_depth + 1."""
+        return cls(
+            tokens=torch.empty(requests, width, dtype=torch.int64, device=device),
+            rows=torch.empty(requests, width, dtype=torch.int64, device=device),
+            num_tokens=torch.empty(requests, dtype=torch.int32, device=device),
+        )
+
+    def check(self, requests: int, width: int) -> None:
+        """Raise ValueError for tensors of another shape or type than a walk writes."""
+        for name in ("tokens", "rows"):
+            tensor = getattr(self, name)
+            if tensor.shape != (requests, width) or tensor.dtype != torch.int64 or not tensor.is_contiguous():
+                raise ValueError(f"{name}: {tuple(tensor.shape)} {tensor.dtype} must be [{requests}, {width}] int64")
+        check_list("num_tokens", self.num_tokens, torch.int32, requests)
+
 
 @triton.jit
 def _mix(x):
@@ -250,7 +267,7 @@ def _try_draws(
 
 
 @triton.jit
-def _child(tokens, parent, first, rows, node, token, BLOCK: tl.constexpr):
+def child_of(tokens, parent, first, rows, node, token, BLOCK: tl.constexpr):
     """Index of the child of `node` that carries `token`, -1 without one."""
     found = node * 0 - 1
     for at in range(0, rows, BLOCK):
@@ -333,7 +350,7 @@ def _verify(
             else:
                 token = _most_probable(line, maximum, maxima, VOCAB, BLOCK, BLOCKS)
         if accepted < 0:
-            accepted = _child(tokens, parent, first, rows, node, token, BLOCK_CHILDREN)
+            accepted = child_of(tokens, parent, first, rows, node, token, BLOCK_CHILDREN)
         tl.store(out_tokens + request * width + count, token.to(tl.int64))
         tl.store(out_rows + request * width + count, row)
         count += 1
@@ -406,8 +423,8 @@ def verify(
         _check_draws(draws, drawing, len(tokens), vocab, seed)
         residual = _residual(residual, requests, vocab, logits.device)
     width = max_depth + 1
-    out = out or _allocated(requests, width, logits.device)
-    _check_out(out, requests, width)
+    out = out or Walk.empty(requests, width, logits.device)
+    out.check(requests, width)
     if not requests:
         return out
     plan = tuning.verify_plan(tuning.architecture(logits.device), vocab)
@@ -458,13 +475,13 @@ def _check(logits, tokens, parent, start, max_depth, seed, position, greedy) -> 
         if seed is None:
             raise ValueError("greedy: says who is greedy among sampled requests, so that seed and position are needed")
     for name, (tensor, dtype, length) in wanted.items():
-        _check_list(name, tensor, dtype, length)
+        check_list(name, tensor, dtype, length)
 
 
-def _check_list(name: str, tensor: torch.Tensor | None, dtype: torch.dtype | None, length: int) -> None:
+def check_list(name: str, tensor: torch.Tensor | None, dtype: torch.dtype | None, length: int) -> None:
     """Raise ValueError unless it is a contiguous list of so many numbers; dtype None = int32 or int64."""
     dtypes = (torch.int32, torch.int64) if dtype is None else (dtype,)
-    if tensor is None or tensor.dim() != 1 or len(tensor) < length or tensor.stride(0) != 1:
+    if tensor is None or tensor.dim() != 1 or len(tensor) < length or not tensor.is_contiguous():
         raise ValueError(f"{name}: must be a contiguous list of at least {length}")
     if tensor.dtype not in dtypes:
         raise ValueError(f"{name}: {tensor.dtype} must be {dtypes[-1]}")
@@ -476,16 +493,16 @@ def _check_draws(draws: DraftRows, drawing: str, rows: int, vocab: int, seed: to
         raise ValueError(f"drawing: {drawing!r} must be one of {', '.join(DRAWINGS)}")
     if seed is None:
         raise ValueError("draws: sampled draws need seed and position; greedy requests take none")
-    _check_list("draws.start", draws.start, torch.int32, rows + 1)
-    _check_list("draws.row", draws.row, torch.int32, 0)
-    _check_list("draws.law", draws.law, torch.int32, len(draws.row))
+    check_list("draws.start", draws.start, torch.int32, rows + 1)
+    check_list("draws.row", draws.row, torch.int32, 0)
+    check_list("draws.law", draws.law, torch.int32, len(draws.row))
     if draws.laws.dim() != 2 or draws.laws.shape[1] != vocab or draws.laws.stride(1) != 1:
         raise ValueError(f"draws.laws: {tuple(draws.laws.shape)} must be [laws, {vocab}], contiguous in a row")
     if drawing == "without_replacement":
         if draws.mass is None or draws.support is None:
             raise ValueError("draws.mass, draws.support: needed without replacement; law_sums gives them")
-        _check_list("draws.mass", draws.mass, torch.float64, len(draws.laws))
-        _check_list("draws.support", draws.support, torch.int32, len(draws.laws))
+        check_list("draws.mass", draws.mass, torch.float64, len(draws.laws))
+        check_list("draws.support", draws.support, torch.int32, len(draws.laws))
 
 
 def _residual(residual: torch.Tensor | None, requests: int, vocab: int, device: torch.device) -> torch.Tensor:
@@ -496,20 +513,3 @@ def _residual(residual: torch.Tensor | None, requests: int, vocab: int, device: 
     if residual.dtype != torch.float32 or residual.numel() < size or not residual.is_contiguous():
         raise ValueError(f"residual: {residual.numel()} {residual.dtype} must be {size} float32, contiguous")
     return residual
-
-
-def _allocated(requests: int, width: int, device: torch.device) -> Walk:
-    return Walk(
-        tokens=torch.empty(requests, width, dtype=torch.int64, device=device),
-        rows=torch.empty(requests, width, dtype=torch.int64, device=device),
-        num_tokens=torch.empty(requests, dtype=torch.int32, device=device),
-    )
-
-
-def _check_out(out: Walk, requests: int, width: int) -> None:
-    """Raise ValueError for an output of another shape or type than the kernel writes."""
-    for name in ("tokens", "rows"):
-        tensor = getattr(out, name)
-        if tensor.shape != (requests, width) or tensor.dtype != torch.int64 or not tensor.is_contiguous():
-            raise ValueError(f"{name}: {tuple(tensor.shape)} {tensor.dtype} must be [{requests}, {width}] int64")
-    _check_list("num_tokens", out.num_tokens, torch.int32, requests)

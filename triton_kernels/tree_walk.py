@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The walk along tokens that were chosen already: all requests in one launch, whatever their trees look like.
 
-In    chosen       [rows] int64                    the LLM's token at each row
+In    chosen       [rows] int64                    the LLM's token at each row; a negative one ends the walk there
       tokens       [rows] int32 or int64           token at the row; negative at placeholders, which nothing matches
       parent       [rows] int32                    index within the request, -1 at the root; a parent stands before its
                                                    children; siblings carry different tokens
@@ -24,7 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
-from specinfer_vllm.triton_kernels.tree_verify import CHILDREN, Walk, _allocated, _check_list, _check_out, _child
+from specinfer_vllm.triton_kernels.tree_verify import CHILDREN, Walk, check_list, child_of
 
 
 @triton.jit(do_not_specialize=["width"])
@@ -44,9 +44,9 @@ def _walk(
         tl.store(out_tokens + request * width + count, token)
         tl.store(out_rows + request * width + count, row)
         count += 1
-        child = _child(tokens, parent, first, rows, node, token, BLOCK_CHILDREN)
-        # A child stands behind its parent; a link that does not rise would never end.
-        node = tl.where(child > node, child, -1)
+        child = child_of(tokens, parent, first, rows, node, token, BLOCK_CHILDREN)
+        # A child stands behind its parent: a link that does not rise would never end. No placeholder matches.
+        node = tl.where((child > node) & (token >= 0), child, -1)
     tl.store(num_tokens + request, count)
     column = tl.arange(0, BLOCK_WIDTH)
     behind = (column >= count) & (column < width)
@@ -72,13 +72,13 @@ def walk(
     rows, requests = len(tokens), len(start) - 1
     if max_depth < 0:
         raise ValueError(f"max_depth: {max_depth} must be at least 0")
-    _check_list("chosen", chosen, torch.int64, rows)
-    _check_list("tokens", tokens, None, rows)
-    _check_list("parent", parent, torch.int32, rows)
-    _check_list("start", start, torch.int32, requests + 1)
+    check_list("chosen", chosen, torch.int64, rows)
+    check_list("tokens", tokens, None, rows)
+    check_list("parent", parent, torch.int32, rows)
+    check_list("start", start, torch.int32, requests + 1)
     width = max_depth + 1
-    out = out or _allocated(requests, width, tokens.device)
-    _check_out(out, requests, width)
+    out = out or Walk.empty(requests, width, tokens.device)
+    out.check(requests, width)
     if requests:
         _walk[(requests,)](
             chosen,

@@ -31,32 +31,25 @@ class DeviceStats:
 
     def observe(self, emitted: torch.Tensor) -> None:
         """Add a step: emitted [requests] int, tokens that each request got, 0 while its prompt is not done."""
-        sampled = emitted > 0
-        zero = emitted.new_zeros(())
-        self._add(sampled.any(), sampled.sum(), emitted.sum(), *[zero] * 4)
+        sampled = (emitted > 0).sum()
+        self.sums[:3].add_(torch.stack([sampled.clamp(max=1), sampled, emitted.sum()]))
 
-    def observe_trees(
-        self, walked: Walk, start: torch.Tensor, request: torch.Tensor, tokens: torch.Tensor, owner: torch.Tensor
-    ) -> None:
+    def observe_trees(self, walked: Walk, start: torch.Tensor, tokens: torch.Tensor, owner: torch.Tensor) -> None:
         """Add what the step did with its trees.
 
-        start          [requests + 1] int32    rows of each request
-        request        [rows] int64            whose row it is
-        tokens, owner  [rows] int32            of the nodes: token -1 = none, owner = bits of the proposers
+        start          [requests + 1] int32    rows of each request, one at least
+        tokens, owner  [rows] int32            of the nodes: token -1 and owner 0 = none, as at roots; owner = bits of
+                                               the proposers
         """
         is_node = tokens >= 0
-        trees = torch.zeros_like(walked.num_tokens).index_add_(0, request, is_node.to(walked.num_tokens.dtype))
-        level = torch.arange(walked.rows.shape[1], device=tokens.device)
-        on_path = (level > 0) & (level < walked.num_tokens[:, None])
-        moved = on_path & (walked.rows - start[:-1, None] != level)
-        zero = tokens.new_zeros(())
-        self._add(zero, zero, zero, (trees > 0).sum(), is_node.sum(), on_path.sum(), moved.sum())
-        accepted = torch.where(on_path, owner[walked.rows.clamp(min=0)], 0)
-        for row, bits in enumerate((torch.where(is_node, owner, 0), accepted.flatten())):
-            self.owned[row] += ((bits[:, None] >> self.bits) & 1).sum(dim=0)
-
-    def _add(self, *values: torch.Tensor) -> None:
-        self.sums += torch.stack([each.to(torch.int64) for each in values])
+        # A tree's first node stands behind the root; behind a single row stands the next request's root.
+        has_tree = is_node[(start[:-1] + 1).clamp(max=len(tokens) - 1)]
+        node = walked.rows - start[:-1, None]  # negative behind the path's last
+        level = torch.arange(node.shape[1], device=tokens.device)
+        self.sums[3:].add_(torch.stack([each.sum() for each in (has_tree, is_node, node > 0, node > level)]))
+        accepted = owner[walked.rows.clamp(min=0)]
+        for row, bits in enumerate((owner, accepted.flatten())):
+            self.owned[row].add_(((bits[:, None] >> self.bits) & 1).sum(dim=0))
 
     def count_undrafted(self, refused: dict[int, str], slots: np.ndarray) -> None:
         """Add the requests of a batch that get no tree, by reason; slots of the batch, refused by slot."""

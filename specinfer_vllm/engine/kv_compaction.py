@@ -74,4 +74,4 @@ def slots_in(block_table: torch.Tensor, index: torch.Tensor, block_size: int) ->
     Indices past the table, which no accepted node has, count as in its last block.
     """
     block = (index // block_size).clamp(max=block_table.shape[1] - 1)
-    return block_table[: len(index)].gather(1, block).to(torch.int64) * block_size + index % block_size
+    return torch.add(index % block_size, block_table[: len(index)].gather(1, block), alpha=block_size)

@@ -177,7 +177,7 @@ def refuse_unknown_vllm() -> None:
 
 
 # What the V2 runner's verifier and proposers do so far.
-V2_VERIFIERS = ("auto", "greedy", "naive")
+V2_VERIFIERS = ("auto", "greedy", "naive", "mss", "without_replacement", "top_k_plus_one")
 V2_PROPOSERS = ("recycling",)
 
 
@@ -186,7 +186,7 @@ def refuse_verifier(options: TreeOptions) -> None:
     if options.verifier not in V2_VERIFIERS:
         raise TreeOptionError(
             f"{WHERE}.verifier: {options.verifier!r} does not run on vLLM's V2 runner yet; use one of "
-            f"{', '.join(V2_VERIFIERS)}: 'auto' gives plain vLLM's own output, token for token"
+            f"{', '.join(V2_VERIFIERS)}"
         )
     for name in options.free_proposers:
         if name not in V2_PROPOSERS:

@@ -24,7 +24,7 @@ from specinfer_vllm.engine.draft_tokens import TreeDraftTokenIds
 from specinfer_vllm.engine.gpu_kv_compaction import GpuKvCompaction
 from specinfer_vllm.engine.kv_compaction import CpuKvCompaction, slots_in
 from specinfer_vllm.engine.speculator import TreeSpeculator
-from specinfer_vllm.engine.successors import best_successors
+from specinfer_vllm.engine.successors import top
 from specinfer_vllm.engine.verifier_v2 import TreeVerifier
 from specinfer_vllm.propose.recycling import WIDTH
 from specinfer_vllm.triton_kernels.tree_verify import Walk
@@ -36,8 +36,7 @@ class StepRows:
 
     tables      block table of each KV cache group [requests, blocks] int32
     prefix_len  [requests] int32    committed tokens in front of the first row that has logits
-    rows        start [requests + 1], and of each row that has logits its request, token and owner, as DeviceStats takes
-                them
+    rows        start [requests + 1], and of each row that has logits its token and owner, as DeviceStats takes them
     """
 
     tables: tuple[torch.Tensor, ...]
@@ -56,10 +55,14 @@ class TreeRunnerV2Mixin:
         """As upstream, with the trees' acceptance in the place of vLLM's."""
         super().load_model(*args, **kwargs)
         trees, rows = self.speculator.trees, self.max_num_tokens
-        self.rejection_sampler = TreeVerifier(self.sampler, trees, self.speculator.options.max_depth)
+        self.rejection_sampler = TreeVerifier(
+            self.sampler, trees, self.speculator.options.max_depth, self.speculator.rule
+        )
+        self.speculator.sampling_states = self.sampler.sampling_states
         self.row_depth = torch.zeros(rows, dtype=torch.int32, device=self.device)
         self.row_bits = torch.zeros(rows, trees.ancestors.shape[2], dtype=torch.int64, device=self.device)
         self.prefix_len = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=self.device)
+        self.level = torch.arange(self.speculator.options.max_depth + 1, device=self.device)
 
     # -- requests come and go ------------------------------------------------------------------------------------------
 
@@ -80,22 +83,20 @@ class TreeRunnerV2Mixin:
     def prepare_attn(self, input_batch: Any) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
         """As upstream, which derives slots from linear positions; only then do positions become depths."""
         tables, slot_mappings = super().prepare_attn(input_batch)
-        self.rejection_sampler.walked = None
+        self.rejection_sampler.walked, self.rejection_sampler.drawn = None, self.speculator.drawn
         requests, rows = tree_rows(input_batch)
         trees, count, start = self.speculator.trees, input_batch.num_reqs, input_batch.cu_num_logits
         slots, local = input_batch.expanded_idx_mapping, input_batch.expanded_local_pos.long()
-        self.prefix_len[:count] = input_batch.seq_lens[:count] - start.diff()
-        request = torch.arange(count, device=self.device).repeat_interleave(start.diff(), output_size=len(slots))
-        self.step = StepRows(
-            tables, self.prefix_len[:count], (start, request, trees.tokens[slots, local], trees.owner[slots, local])
-        )
+        torch.sub(input_batch.seq_lens[:count], start.diff(), out=self.prefix_len[:count])
+        tokens, _, depth, owner = trees.fields[:, slots, local]
+        self.step = StepRows(tables, self.prefix_len[:count], (start, tokens, owner))
         self.speculator.stats.count_undrafted(self.speculator.requests.refused, input_batch.idx_mapping_np)
         batch = None
         if requests:
-            slots, local = slots[:rows], local[:rows]
-            self.row_depth[:rows] = trees.depth[slots, local]
+            slots, local, depth = slots[:rows], local[:rows], depth[:rows]
+            self.row_depth[:rows] = depth
             self.row_bits[:rows] = trees.ancestors[slots, local]
-            input_batch.positions[:rows] += self.row_depth[:rows] - local
+            input_batch.positions[:rows].add_(depth - local)
             batch = self._tree_batch(requests, rows, input_batch.query_start_loc)
         self._show(batch)
         return tables, slot_mappings
@@ -149,15 +150,12 @@ class TreeRunnerV2Mixin:
         super().postprocess_sampled(idx_mapping, sampled_tokens, num_sampled, *args, **kwargs)
 
     def _compact(self, walked: Walk) -> None:
-        level = torch.arange(walked.rows.shape[1], device=self.device)
         node = walked.rows - walked.rows[:, :1]
-        moves = (walked.rows >= 0) & (level < walked.num_tokens[:, None])
-        node = torch.where(moves, node, level)  # in place: nothing moves
-        index = self.step.prefix_len[:, None].long()
+        node = torch.where(walked.rows < 0, self.level, node)  # in place: nothing moves
+        index = self.step.prefix_len[:, None] + torch.cat([node, self.level.expand_as(node)], dim=1)
         for group, compaction in self._compactions():
-            table = self.step.tables[group]
-            places = (slots_in(table, each, compaction.block_size) for each in (index + node, index + level))
-            compaction.move(*places)
+            places = slots_in(self.step.tables[group], index, compaction.block_size)
+            compaction.move(*places.chunk(2, dim=1))
 
     def _compactions(self) -> list[tuple[int, Any]]:
         """One compaction per KV cache group and shape of the LLM's layers; SSMs re-read the path instead."""
@@ -187,10 +185,9 @@ class TreeRunnerV2Mixin:
         recycling = self.speculator.recycling
         if recycling is None:
             return
-        level = torch.arange(walked.rows.shape[1], device=self.device)
-        is_seen = level < walked.num_tokens[:, None]
-        best = best_successors(logits, walked.rows.clamp(min=0).view(-1), WIDTH)
-        recycling.observe(slots, self.step.prefix_len[:, None] + level, is_seen, best)
+        is_seen = self.level < walked.num_tokens[:, None]
+        laws = logits[walked.rows.clamp(min=0).view(-1)].softmax(dim=-1, dtype=torch.float32)
+        recycling.observe(slots, self.step.prefix_len[:, None] + self.level, is_seen, top(laws, WIDTH))
 
     def tree_stats(self) -> dict[str, Any]:
         """Counters since the start."""

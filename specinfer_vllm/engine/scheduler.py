@@ -12,6 +12,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds
 
 from specinfer_vllm.engine.grammar import fill_tree
+from specinfer_vllm.engine.mask_layout import PackedMasks032, mask_layout
 from specinfer_vllm.patches.speculative_config import tree_config
 
 
@@ -77,19 +78,21 @@ class TreeSchedulerMixin:
         ]
         if not requests:
             return None
-        start = 0
-        for request in requests:
-            start = self._fill(request, drafts.get(request.request_id, ()), start)
+        nodes = [drafts.get(request.request_id, ()) for request in requests]
+        layout = mask_layout(1 + self.num_spec_tokens)
+        *starts, rows = layout.starts([1 + len(each) for each in nodes])
+        for request, tokens, start in zip(requests, nodes, starts, strict=True):
+            self._fill(request, tokens, start, layout)
         ids = [request.request_id for request in requests]
-        masks = self.structured_output_manager._grammar_bitmask[:start].numpy()
+        masks = self._masks(self.structured_output_manager)[:rows].numpy()
         return GrammarOutput(ids, masks, [self._acceptable(each, drafts) for each in requests])
 
     def _acceptable(self, request: Any, drafts: Any) -> int:
         """Nodes whose rows are masked as their paths ask for: none while reasoning holds the grammar back."""
         return 0 if self._reasons_before_grammar(request) else len(drafts.get(request.request_id, ()))
 
-    def _fill(self, request: Any, tokens: Sequence[int], start: int) -> int:
-        """Fill the masks of one request from row `start`; returns the row behind its last."""
+    def _fill(self, request: Any, tokens: Sequence[int], start: int, layout: PackedMasks032) -> None:
+        """Fill the masks of one request from row `start` on."""
         manager = self.structured_output_manager
         masks = self._masks(manager)
         grammar = request.structured_output_request.grammar
@@ -100,10 +103,9 @@ class TreeSchedulerMixin:
             request.request_id,
             tokens,
             list(parents)[: len(tokens)],
-            fill=lambda row: manager._fill_bitmasks(((grammar, start + row, applies),)),
+            fill=lambda row: manager._fill_bitmasks((layout.entry(manager, request, grammar, start + row, applies),)),
             copy=lambda row, other: masks[start + row].copy_(masks[start + other]),
         )
-        return start + len(tokens) + 1
 
     def _masks(self, manager: Any) -> Any:
         """The manager's mask buffer, made as it makes it itself on first use."""

@@ -11,13 +11,17 @@ from vllm.config import VllmConfig
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm.v1.worker.gpu.states import RequestState
 
+from specinfer_vllm.engine.device_draws import SampledDraws
 from specinfer_vllm.engine.device_requests import DeviceRequests
 from specinfer_vllm.engine.device_stats import DeviceStats
 from specinfer_vllm.engine.device_trees import DeviceTrees
+from specinfer_vllm.engine.sampling import GREEDY_BELOW
 from specinfer_vllm.patches.speculative_config import tree_config
+from specinfer_vllm.propose.device_children import DeviceDraftSampling
 from specinfer_vllm.propose.device_recycling import DeviceRecycling
 from specinfer_vllm.propose.device_ssm import DeviceSsm, DeviceStep
-from specinfer_vllm.tree.device import best_nodes, merged
+from specinfer_vllm.tree.device import DeviceDraws, DeviceNodes, best_nodes, merged, united
+from specinfer_vllm.verify.rules import RULES
 
 
 class TreeSpeculator(DraftModelSpeculator):
@@ -25,6 +29,9 @@ class TreeSpeculator(DraftModelSpeculator):
 
     trees     what is verified in the next pass, by vLLM's slot
     requests  limits of the slots' trees
+    rule      one that weighs sampled draws, None = the SSMs' likeliest children are drafted
+    drawn     the draws of the trees drafted last, with such a rule
+    sampling_states  of vLLM's sampler, which the runner hands over
     """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, req_states: RequestState) -> None:
@@ -32,6 +39,9 @@ class TreeSpeculator(DraftModelSpeculator):
         self.options = tree_config(vllm_config).tree
         self.req_states = req_states
         slots, nodes = self.max_num_reqs, self.num_speculative_steps
+        self.rule = RULES[self.options.verifier] if self.options.samples_drafts else None
+        self.drawn: SampledDraws | None = None
+        self.sampling_states: Any = None
         self.trees = DeviceTrees(slots, nodes, slots, device)
         self.requests = DeviceRequests(slots, self.max_model_len, self.options)
         self.ssms = [DeviceSsm(vllm_config, index) for index in range(len(self.options.ssms))]
@@ -99,13 +109,64 @@ class TreeSpeculator(DraftModelSpeculator):
             limits = self.requests.branches.gpu, self.requests.last.gpu
             draws.append(self.recycling.propose(history, length, slots, *limits))
         draws += [
-            ssm.draws(self._step(input_batch, group)) for ssm, group in zip(self.ssms, self.ssm_groups, strict=True)
+            ssm.draws(self._step(input_batch, num_sampled, group))
+            for ssm, group in zip(self.ssms, self.ssm_groups, strict=True)
         ]
         depth = self.requests.last.gpu[slots] - states.total_len.gpu[slots] - 1
-        nodes = best_nodes(merged(draws), self.num_speculative_steps, depth)
-        return self.trees.write(slots, nodes).clamp(min=0).to(torch.int64)
+        union, place = (merged(draws), None) if self.rule is None else united(draws)
+        nodes = best_nodes(union, self.num_speculative_steps, depth)
+        tokens = self.trees.write(slots, nodes).clamp(min=0).to(torch.int64)
+        if place is not None:
+            self.drawn = self._drawn(slots, draws, union, place, nodes)
+        return tokens
 
-    def _step(self, input_batch: Any, group: int) -> DeviceStep:
+    def _drawn(
+        self, slots: torch.Tensor, draws: list[DeviceDraws], union: DeviceDraws, place: torch.Tensor, nodes: DeviceNodes
+    ) -> SampledDraws:
+        """What was sampled, by the rows of the trees as they were written."""
+        requests = len(slots)
+        rows = self.trees.rows_of(requests)
+        known, laws = zip(*(ssm.laws() for ssm in self.ssms), strict=True)
+        per_request = sum(each.shape[1] for each in laws)
+        law, first = [], 0
+        for mine, theirs in zip(known, laws, strict=True):
+            law.append(torch.where(mine >= 0, mine + first, -1))
+            first += theirs.shape[1]
+        free = place.shape[1] - sum(each.shape[1] for each in law)
+        law = torch.cat([law[0].new_full((requests, free), -1), *law], dim=1)
+        number = nodes.numbers(place)
+        above = union.parent.long()
+        above = torch.where(above > 0, nodes.numbers((above - 1).clamp(min=0)), 0)
+        score = torch.cat([part.score for part in draws], dim=1)
+        at = torch.full((self.max_num_reqs,), -1, dtype=torch.int64, device=self.device)
+        at[slots] = torch.arange(requests, device=self.device)
+        return SampledDraws(
+            place=at,
+            node=rows.gather(1, number),
+            parent=rows.gather(1, above),
+            law=law.clamp(min=0) + torch.arange(requests, device=self.device)[:, None] * per_request,
+            kept=(law >= 0) & (number > 0) & (score > -torch.inf),
+            laws=torch.cat(laws, dim=1).flatten(0, 1),
+        )
+
+    def _sampling(self, input_batch: Any) -> DeviceDraftSampling | None:
+        """How SSMs sample the children of the batch's requests; None when the rule samples none."""
+        if self.rule is None:
+            return None
+        states, slots, known = self.sampling_states, input_batch.idx_mapping, input_batch.idx_mapping_np
+        bounded = (states.top_k.np[known] != states.vocab_size).any() or (states.top_p.np[known] != 1).any()
+        temperature = states.temperature.gpu[slots]
+        return DeviceDraftSampling(
+            drafting=self.rule.drafting,
+            sampled=temperature >= GREEDY_BELOW,
+            temperature=temperature,
+            top_k=states.top_k.gpu[slots],
+            top_p=states.top_p.gpu[slots],
+            seed=states.seeds.gpu[slots],
+            bounded=bool(bounded),
+        )
+
+    def _step(self, input_batch: Any, num_sampled: torch.Tensor, group: int) -> DeviceStep:
         """What the LLM read, for SSMs whose layers stand in this KV cache group."""
         slots, states, count = input_batch.idx_mapping, self.req_states, input_batch.num_reqs
         read = input_batch.num_scheduled_tokens[:count].astype(np.int64)
@@ -121,7 +182,9 @@ class TreeSpeculator(DraftModelSpeculator):
             length=states.total_len.gpu[slots].long(),
             first=(input_batch.seq_lens[:count] - input_batch.query_start_loc[: count + 1].diff()).long(),
             counts=rows,
+            sampled=num_sampled > 0,
             table=self.block_tables.input_block_tables[group][:count],
             branches=self.requests.branches.gpu[slots],
+            sampling=self._sampling(input_batch),
             max_len=int(input_batch.seq_lens_cpu_upper_bound[:count].max()) + 1,
         )

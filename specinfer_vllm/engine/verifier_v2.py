@@ -3,7 +3,8 @@
 
 The sampler's noise is keyed by the request's seed and the position (vllm/v1/worker/gpu/sample/gumbel.py), so a row of
 the accepted path gets the very token that plain decoding would get there: greedy and sampled output alike is plain
-vLLM's, whatever was drafted (naive sampling, SpecInfer section 4.3).
+vLLM's, whatever was drafted (naive sampling, SpecInfer section 4.3). Rules that weigh sampled draws walk by their own
+coins instead (triton_kernels/tree_verify.py); plain vLLM's law is theirs too.
 """
 
 from __future__ import annotations
@@ -11,19 +12,26 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
 from vllm.v1.worker.gpu.metrics.logits import get_num_nans
 from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
-from specinfer_vllm.triton_kernels.tree_verify import Walk
+from specinfer_vllm.engine.sampling import GREEDY_BELOW
+from specinfer_vllm.triton_kernels.tree_verify import Walk, verify
 from specinfer_vllm.triton_kernels.tree_walk import walk
 
 if TYPE_CHECKING:
+    from specinfer_vllm.engine.device_draws import SampledDraws
     from specinfer_vllm.engine.device_trees import DeviceTrees
+    from specinfer_vllm.verify.rules import Rule
 
 PROCESSED = ("processed_logits", "processed_logprobs")
+# How a rule's drafting is called by triton_kernels/tree_verify.py: a fixed child is no draw, so that k-1 best ones and
+# one sampled are one independent draw.
+DRAWINGS = {"iid": "iid", "top_k_plus_one": "iid", "without_replacement": "without_replacement"}
 
 
 class TreeVerifier:
@@ -31,10 +39,13 @@ class TreeVerifier:
 
     walked  what the last call accepted, None after a step without trees
     logits  [rows, vocab] that it saw
+    drawn   the draws that the trees were made of, when the rule weighs them
     """
 
-    def __init__(self, sampler: Any, trees: DeviceTrees, max_depth: int) -> None:
-        self.sampler, self.trees, self.max_depth = sampler, trees, max_depth
+    def __init__(self, sampler: Any, trees: DeviceTrees, max_depth: int, rule: Rule | None) -> None:
+        """rule: one that weighs sampled draws; None = vLLM's sampler chooses."""
+        self.sampler, self.trees, self.max_depth, self.rule = sampler, trees, max_depth, rule
+        self.drawn: SampledDraws | None = None
         self.walked: Walk | None = None
         self.logits: torch.Tensor | None = None
 
@@ -52,27 +63,11 @@ class TreeVerifier:
         num_nans = get_num_nans(logits) if self.sampler.compute_nans else None
         slots, local = input_batch.expanded_idx_mapping, input_batch.expanded_local_pos.long()
         dims = self.sampler.get_logprobs_dims(input_batch.idx_mapping_np)
-        chosen, processed = self.sampler.sample(
-            logits,
-            slots,
-            input_batch.idx_mapping,
-            input_batch.idx_mapping_np,
-            input_batch.positions[input_batch.logits_indices],
-            input_batch.input_ids[input_batch.logits_indices],
-            input_batch.expanded_local_pos,
-            input_batch.seq_lens_cpu_upper_bound.numpy(),
-            return_logprobs=dims is not None,
-        )
-        tokens = self.trees.tokens[slots, local]
+        tokens, parent, *_ = self.trees.fields[:, slots, local]
         if invalid_drafts is not None:
             tokens.masked_fill_(invalid_drafts, -1)
-        walked = walk(
-            chosen.view(-1).long(),
-            tokens,
-            self.trees.parent[slots, local],
-            input_batch.cu_num_logits,
-            max_depth=self.max_depth,
-        )
+        accept = self._walk if self.rule is None or self.drawn is None else self._weigh
+        walked, processed = accept(logits, input_batch, tokens, parent, dims is not None)
         logprobs = None
         if dims is not None:
             seen = processed if self.sampler.logprobs_mode in PROCESSED else logits
@@ -86,6 +81,50 @@ class TreeVerifier:
         )
         self.walked, self.logits = walked, logits
         return SamplerOutput(walked.tokens, logprobs, num_nans, num_sampled, num_rejected)
+
+    def _walk(
+        self, logits: torch.Tensor, batch: Any, tokens: torch.Tensor, parent: torch.Tensor, wants_logprobs: bool
+    ) -> tuple[Walk, torch.Tensor]:
+        """Let vLLM choose a token at every row, and walk. Returns the processed logits too."""
+        rows = self._rows(batch)
+        chosen, processed = self.sampler.sample(logits, *rows, return_logprobs=wants_logprobs)
+        chosen = chosen.view(-1).long()
+        return walk(chosen, tokens, parent, batch.cu_num_logits, max_depth=self.max_depth), processed
+
+    def _weigh(
+        self, logits: torch.Tensor, batch: Any, tokens: torch.Tensor, parent: torch.Tensor, wants_logprobs: bool
+    ) -> tuple[Walk, torch.Tensor]:
+        """Weigh the SSMs' draws against the LLM's law, by the rule."""
+        rows = self._rows(batch)
+        processed = self.sampler.apply_sampling_params(logits, *rows)
+        states, slots = self.sampler.sampling_states, batch.idx_mapping
+        drawing = DRAWINGS[self.rule.drafting]
+        whole = async_tensor_h2d(batch.num_draft_tokens_per_req == self.trees.nodes, device=logits.device)
+        walked = verify(
+            processed,
+            tokens,
+            parent,
+            batch.cu_num_logits,
+            max_depth=self.max_depth,
+            seed=states.seeds.gpu[slots],
+            position=batch.positions[batch.logits_indices] + 1,
+            greedy=states.temperature.gpu[slots] < GREEDY_BELOW,
+            draws=self.drawn.rows(slots, whole, batch.cu_num_logits, len(tokens), drawing),
+            drawing=drawing,
+        )
+        return walked, processed
+
+    def _rows(self, batch: Any) -> tuple[Any, ...]:
+        """Arguments of vLLM's sampler behind the logits."""
+        return (
+            batch.expanded_idx_mapping,
+            batch.idx_mapping,
+            batch.idx_mapping_np,
+            batch.positions[batch.logits_indices],
+            batch.input_ids[batch.logits_indices],
+            batch.expanded_local_pos,
+            batch.seq_lens_cpu_upper_bound.numpy(),
+        )
 
     def _logprobs(self, logits: torch.Tensor, walked: Walk, batch: Any, dims: tuple[int, int]) -> LogprobsTensors:
         """Logprobs of the emitted tokens. vLLM takes row j of a request for its j-th token; here it is the path's."""

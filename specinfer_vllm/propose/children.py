@@ -149,5 +149,6 @@ def repeats(token: torch.Tensor) -> torch.Tensor:
     """How many draws before each the same token was drawn first, 0 where it is new. token [n, width]."""
     width = token.shape[1]
     same = (token[:, :, None] == token[:, None, :]) & (token[:, :, None] >= 0)
-    first = torch.where(same, torch.arange(width), width).amin(dim=-1)
-    return torch.where(first < width, torch.arange(width) - first, 0)
+    place = torch.arange(width, device=token.device)
+    first = torch.where(same, place, width).amin(dim=-1)
+    return torch.where(first < width, place - first, 0)

@@ -8,6 +8,7 @@ slot to write to and nobody reads their states. So the host never asks the devic
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,10 +17,12 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from specinfer_vllm.attention.tree_batch import TreeBatch
-from specinfer_vllm.propose.children import ChildSampler
+from specinfer_vllm.patches.speculative_config import tree_config
+from specinfer_vllm.propose.device_children import DeviceChildSampler, DeviceDraftSampling
 from specinfer_vllm.propose.ssm import Level, SsmProposer, pack_bits
 from specinfer_vllm.tree.device import DeviceDraws, child_path
 
+HELD = 1e4  # added to the score of what must be verified
 NO_SLOT = -1  # vLLM's PAD_SLOT_ID: nothing is written
 
 
@@ -32,8 +35,10 @@ class DeviceStep:
     length    [requests] int64                 how many of them; the last is the new root
     first     [requests] int64                 sequence index of the first token that the LLM read
     counts    [requests] int64, on the host    rows to read from there on: bound of length - first
+    sampled   [requests] bool                  the prompt is read to its end
     table     [requests, blocks] int32         of the SSM's KV cache group
     branches  [requests] int32                 most children per node
+    sampling  how children are sampled, None when the rule samples none
     max_len   bound of any length, known to the host
     """
 
@@ -42,55 +47,124 @@ class DeviceStep:
     length: torch.Tensor
     first: torch.Tensor
     counts: np.ndarray
+    sampled: torch.Tensor
     table: torch.Tensor
     branches: torch.Tensor
+    sampling: DeviceDraftSampling | None
     max_len: int
 
 
+@dataclass(frozen=True)
+class LevelRows:
+    """What a pass over a level needs of its shape alone: `nodes` of each request, behind others of its tree.
+
+    starts      [requests + 1] int32, on the device and on the host    rows of each request
+    tree_start  [requests + 1] int32      nodes read so far
+    request     [rows] int64
+    behind      [nodes] int64             place behind the root
+    depth       [nodes] int64             all alike, 1 = below the root
+    row_depth   [rows] int32              one less, as TreeBatch counts
+    tree_depth  [requests * tree] int32   of all nodes read so far
+    """
+
+    starts: tuple[torch.Tensor, torch.Tensor]
+    tree_start: torch.Tensor
+    request: torch.Tensor
+    behind: torch.Tensor
+    depth: torch.Tensor
+    row_depth: torch.Tensor
+    tree_depth: torch.Tensor
+
+    @classmethod
+    def of(cls, requests: int, nodes: int, depths: np.ndarray, device: torch.device) -> LevelRows:
+        """depths [tree] of the nodes read so far, the level's last."""
+        tree, depth = len(depths), depths[-1]
+        start = np.arange(requests + 1, dtype=np.int32)
+        arrays = (
+            start * nodes,
+            start * tree,
+            np.repeat(np.arange(requests), nodes),
+            np.arange(tree - nodes, tree) + 1,
+            np.full(nodes, depth),
+            np.full(requests * nodes, depth - 1, np.int32),
+            np.tile(depths.astype(np.int32) - 1, requests),
+        )
+        rows, *others = (async_tensor_h2d(each, device=device) for each in arrays)
+        return cls((rows, torch.from_numpy(arrays[0])), *others)
+
+
 class DeviceSsm(SsmProposer):
-    """SSM `index` of the options, drafting for all requests of a batch without the host."""
+    """SSM `index` of the options, drafting for all requests of a batch without the host.
+
+    path   [requests, 1 + draws so far] int64    path numbers, the root's in front
+    shape  (depth, owner) of the draws, [1, draws] int32
+    ranks  per level, [draws] int64: place of each draw among its parent's
+    rows   by requests and level
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.shape: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.ranks: dict[int, torch.Tensor] = {}
+        tree = tree_config(self.llm_config).tree
+        self.num_draws = tree.max_nodes // len(tree.ssms)  # of a sampled request
+        self.rows: dict[tuple[int, int], LevelRows] = {}
 
     def draws(self, step: DeviceStep) -> DeviceDraws:
         """Catch up with what was committed, then draw level by level."""
         self.device_step = step
         requests = len(step.counts)
         states = self.read_committed(step)
-        root = step.length - 1
-        self.sampler = ChildSampler(None, root, self.index, None if self.head is None else self.head.ids)
+        room = min(self.max_len, step.table.shape[1] * self.block_size)
+        self.drafts = step.sampled & (step.length + self.num_slots <= room)
+        # One that does not draft reads the front of its sequence, so that no key stands outside the block table.
+        root = (step.length - 1) * self.drafts
+        self.idle, self.prefix_len = ~self.drafts[:, None], (root + 1).int()
+        self.path = torch.zeros(requests, 1, dtype=torch.int64, device=self.device)
+        ids = None if self.head is None else self.head.ids
+        self.sampler = DeviceChildSampler(step.sampling, step.length, self.index, ids)
         every = torch.arange(requests, device=self.device)
-        levels = self.levels(states, every, root, self.depth)
-        drafts = step.length + self.num_slots <= self.max_len
-        return self.as_draws(levels, drafts)
+        self.levels_drawn = self.levels(states, every, root, self.depth)
+        return self.as_draws(self.levels_drawn)
+
+    @property
+    def block_size(self) -> int:
+        """Slots per block of its KV cache group."""
+        return self.groups[0].kv_cache_spec.block_size
 
     def read_committed(self, step: DeviceStep) -> torch.Tensor:
         """Read the step's tokens. Returns the hidden state at each request's last one [requests, hidden]."""
         starts = np.concatenate([[0], np.cumsum(step.counts)])
-        request = async_tensor_h2d(np.repeat(np.arange(len(step.counts)), step.counts), device=self.device)
-        start = async_tensor_h2d(starts.astype(np.int32), device=self.device)
-        local = torch.arange(int(starts[-1]), device=self.device) - start[request]
+        request = np.repeat(np.arange(len(step.counts)), step.counts)
+        known = request, np.arange(starts[-1]) - starts[request], starts, step.counts
+        sizes = [len(each) for each in known]
+        request, local, start, counts = async_tensor_h2d(np.concatenate(known), device=self.device).split(sizes)
         index = step.first[request] + local
         tokens = step.history[step.slots[request], index.clamp(max=step.history.shape[1] - 1)]
         hidden = self.run_pass(
             tokens=tokens.long(),
             positions=index,
-            index=torch.where(index < step.length[request], index, -1),
+            index=index.masked_fill(index >= step.length[request], -1),
             request=request,
-            starts=(start, torch.from_numpy(starts.astype(np.int32))),
-            seq_len=step.first + async_tensor_h2d(step.counts, device=self.device),
+            starts=(start.int(), torch.from_numpy(starts.astype(np.int32))),
+            seq_len=step.first + counts,
         )
-        last = start[:-1] + (step.length - 1 - step.first).clamp(min=0)
-        return hidden[torch.minimum(last, start[1:] - 1).long()]
+        committed = torch.minimum((step.length - step.first).clamp(min=1), counts)
+        return hidden[start[:-1] + committed - 1]
 
     def draw(
         self, states: torch.Tensor, parents: tuple[torch.Tensor, torch.Tensor] | None, first: int, level: int
     ) -> Level:
         """As SsmProposer.draw; children past a request's bound do not exist, nor what hangs on them."""
         drawn = super().draw(states, parents, first, level)
-        width, kept = self.options.width, slice(None)
-        if self.static is not None:
-            width, kept = self.static[level].width, self.static[level].kept
-        rank = torch.arange(states.shape[1] * width, device=self.device)[kept] % width
-        drawn.score.masked_fill_(rank >= self.device_step.branches[:, None], -torch.inf)
+        above = self.path.gather(1, drawn.parent)
+        self.path = torch.cat([self.path, child_path(above, drawn.token)], dim=1)
+        if level not in self.ranks:
+            width, kept = self.options.width, slice(None)
+            if self.static is not None:
+                width, kept = self.static[level].width, self.static[level].kept
+            self.ranks[level] = torch.arange(states.shape[1] * width, device=self.device)[kept] % width
+        drawn.score.masked_fill_(self.ranks[level] >= self.device_step.branches[:, None], -torch.inf)
         return drawn
 
     def read_level(
@@ -99,34 +173,39 @@ class DeviceSsm(SsmProposer):
         """One pass over a level's frontier, as SsmProposer.read_level."""
         count, nodes = token.shape
         tree = ancestors.shape[2]
-        index = root[:, None] + 1 + torch.arange(tree - nodes, tree, device=self.device)
-        starts = torch.arange(count + 1, dtype=torch.int32)
-        start = torch.arange(count + 1, dtype=torch.int32, device=self.device)
+        rows = self.level_rows(count, nodes, depth)
         batch = None
         if tree > depth:  # some level holds more than one node, so not everything behind the root is an ancestor
-            row_depth = torch.full((count * nodes,), depth - 1, dtype=torch.int32, device=self.device)
             batch = TreeBatch(
                 num_requests=count,
                 num_rows=count * nodes,
                 max_rows=nodes,
-                query_start=start * nodes,
-                prefix_len=(root + 1).int(),
+                query_start=rows.starts[0],
+                prefix_len=self.prefix_len,
                 ancestors=pack_bits(ancestors).flatten(0, 1),
-                depth=(self.read_depths(tree, depth, nodes).to(self.device, torch.int32) - 1).repeat(count),
-                tree_start=start * tree,
-                row_depth=row_depth,
+                depth=rows.tree_depth,
+                tree_start=rows.tree_start,
+                row_depth=rows.row_depth,
                 max_slots=tree,
             )
         hidden = self.run_pass(
             tokens=token.flatten(),
-            positions=(root + depth)[:, None].expand(count, nodes).flatten(),
-            index=index.flatten(),
-            request=torch.arange(count, device=self.device)[:, None].expand(count, nodes).flatten(),
-            starts=(start * nodes, starts * nodes),
-            seq_len=root + 1 + tree,
+            positions=(root[:, None] + rows.depth).flatten(),
+            index=(root[:, None] + rows.behind).masked_fill(self.idle, -1).flatten(),
+            request=rows.request,
+            starts=rows.starts,
+            seq_len=root + (1 + tree),
             tree=batch,
         )
         return hidden.view(count, nodes, -1)
+
+    def level_rows(self, requests: int, nodes: int, depth: int) -> LevelRows:
+        """Of the level at this depth, kept for good."""
+        if (requests, depth) not in self.rows:
+            sizes = [*self._read_sizes[: depth - 1], nodes]
+            depths = np.repeat(np.arange(1, depth + 1), sizes)
+            self.rows[requests, depth] = LevelRows.of(requests, nodes, depths, self.device)
+        return self.rows[requests, depth]
 
     def run_pass(
         self,
@@ -147,11 +226,11 @@ class DeviceSsm(SsmProposer):
         seq_len            [requests] int64    sequence length behind the last row
         Returns the hidden states [rows, hidden].
         """
-        step, block_size = self.device_step, self.groups[0].kv_cache_spec.block_size
+        step, block_size = self.device_step, self.block_size
         room = min(self.max_len, step.table.shape[1] * block_size)
-        block = (index.clamp(min=0) // block_size).clamp(max=step.table.shape[1] - 1)
-        slot = step.table[request, block].long() * block_size + index % block_size
-        slot = torch.where((index >= 0) & (index < room), slot, NO_SLOT)
+        inside = index.clamp(0, room - 1)
+        slot = torch.add(inside % block_size, step.table[request, inside // block_size], alpha=block_size)
+        slot.masked_fill_(inside != index, NO_SLOT)
         counts = starts[1].diff()
         longest = min(step.max_len + int(counts.max()) + self.num_slots, step.table.shape[1] * block_size)
         common = CommonAttentionMetadata(
@@ -179,19 +258,39 @@ class DeviceSsm(SsmProposer):
             bounded = positions.clamp(max=self.model_config.max_model_len - 1)
             return self.model(input_ids=tokens.contiguous(), positions=bounded.contiguous())
 
-    def as_draws(self, levels: list[Level], drafts: torch.Tensor) -> DeviceDraws:
-        """The drawn levels; requests [requests] bool that do not draft have none."""
+    def as_draws(self, levels: list[Level]) -> DeviceDraws:
+        """The drawn levels; requests that do not draft have none."""
         token, score, parent = (
             torch.cat([getattr(level, name) for level in levels], dim=1) for name in ("token", "score", "parent")
         )
-        path = torch.zeros(len(token), 1, dtype=torch.int64, device=self.device)
-        depth = torch.empty_like(token, dtype=torch.int32)
-        at = 0
-        for number, level in enumerate(levels, start=1):
-            above = path.gather(1, level.parent)
-            path = torch.cat([path, child_path(above, level.token)], dim=1)
-            depth[:, at : at + level.token.shape[1]] = number
-            at += level.token.shape[1]
-        score = score.masked_fill(~drafts[:, None], -torch.inf)
-        owner = torch.full_like(depth, 1 << self.index)
-        return DeviceDraws(token.int(), parent.int(), score, depth, path[:, 1:], owner)
+        if self.shape is None:
+            depth = np.repeat(np.arange(1, len(levels) + 1, dtype=np.int32), [each.token.shape[1] for each in levels])
+            shape = np.stack([depth, np.full_like(depth, 1 << self.index)])[:, None]
+            self.shape = async_tensor_h2d(shape, device=self.device).unbind()
+        depth, owner = (each.expand_as(token) for each in self.shape)
+        score = score.masked_fill(self.idle, -torch.inf)
+        if self.sampler.sampling is not None:
+            score, owner = self._held(levels, score, owner)
+        return DeviceDraws(token.int(), parent.int(), score, depth, self.path[:, 1:], owner)
+
+    def _held(self, levels: list[Level], score: torch.Tensor, owner: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scores and owners when children are sampled.
+
+        A sampled request verifies a number of draws that was fixed before they were made, by their rank alone: a budget
+        that chose among them would bias the rules. They all stay, in front of whatever others propose. Of a token that
+        was drawn again the first draw alone carries the owner.
+        """
+        sampled = self.sampler.sampling.sampled[:, None]
+        rank = (-score).argsort(dim=1, stable=True).argsort(dim=1)
+        held = score.masked_fill(rank >= self.num_draws, -torch.inf) + HELD
+        twin = torch.cat([level.twin for level in levels], dim=1)
+        is_first = twin == torch.arange(1, twin.shape[1] + 1, device=self.device)
+        return torch.where(sampled, held, score), owner * is_first
+
+    def laws(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the last draws were sampled from: row of each draw, -1 = it was not, and the laws of each request.
+
+        [requests, draws] int64, [requests, laws, vocab] float32
+        """
+        laws = self.sampler.laws(self.llm_config.model_config.get_vocab_size())
+        return torch.cat([level.law for level in self.levels_drawn], dim=1), laws

@@ -47,13 +47,17 @@ def child_path(above: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
 
 
 def merged(parts: Sequence[DeviceDraws]) -> DeviceDraws:
-    """The union of several proposers' trees (SpecInfer, definition 3.2): of equal paths the first stays.
+    """The union of several proposers' trees (SpecInfer, definition 3.2): of equal paths the first stays."""
+    return parts[0] if len(parts) == 1 else united(parts)[0]
 
-    It gets the best score of them, so that a parent stays at least as likely as its children. Two paths whose numbers
-    collide become one, which costs a draft and changes no output: what is verified is the tree as it stands.
+
+def united(parts: Sequence[DeviceDraws]) -> tuple[DeviceDraws, torch.Tensor]:
+    """As `merged`, with repeated draws within a part too, and each draw's place [requests, draws] int64.
+
+    place: the draw that stands for all of its path, the first. It gets the best score of them, so that a parent stays
+    at least as likely as its children. Two paths whose numbers collide become one, which costs a draft and changes no
+    output: what is verified is the tree as it stands.
     """
-    if len(parts) == 1:
-        return parts[0]
     first = [0]
     for part in parts[:-1]:
         first.append(first[-1] + part.num_draws)
@@ -61,20 +65,21 @@ def merged(parts: Sequence[DeviceDraws]) -> DeviceDraws:
         torch.cat([getattr(part, name) for part in parts], dim=1)
         for name in ("token", "score", "depth", "path", "owner")
     )
-    parent = torch.cat(
-        [torch.where(part.parent > 0, part.parent + at, 0) for part, at in zip(parts, first, strict=True)], dim=1
-    )
-    exists = score > -torch.inf
-    same = (path[:, :, None] == path[:, None, :]) & exists[:, :, None] & exists[:, None, :]
-    best = torch.where(same, score[:, None, :], -torch.inf).amax(dim=2)
+    # Draws move back by those in front of their part; the root stays 0.
+    behind = [
+        part.parent.add(part.parent.clamp(max=1), alpha=at) for part, at in zip(parts[1:], first[1:], strict=True)
+    ]
+    parent = torch.cat([parts[0].parent, *behind], dim=1)
+    missing = score == -torch.inf
+    differs = (path[:, :, None] != path[:, None, :]) | missing[:, None, :]
+    best = score[:, None, :].masked_fill(differs, -torch.inf).amax(dim=2)
     # A proposer draws a path once, so that its bit is there once.
-    owner = torch.where(same, owner[:, None, :], 0).sum(dim=2, dtype=torch.int32)
-    canonical = same.int().argmax(dim=2)  # the first of equal ones; 0 for a draw that does not exist
-    index = torch.arange(token.shape[1], device=token.device)
-    is_first = exists & (canonical == index)
-    above = canonical.gather(1, (parent.long() - 1).clamp(min=0))
-    parent = torch.where(parent > 0, above.int() + 1, 0)
-    return DeviceDraws(token, parent, torch.where(is_first, best, -torch.inf), depth, path, owner)
+    owner = owner[:, None, :].masked_fill(differs, 0).sum(dim=2, dtype=torch.int32)
+    canonical = differs.view(torch.uint8).argmin(dim=2)  # the first of equal ones
+    is_later = canonical != torch.arange(token.shape[1], device=token.device)
+    number = torch.nn.functional.pad(canonical + 1, (1, 0))  # of the root and every draw
+    parent = number.gather(1, parent.long()).int()
+    return DeviceDraws(token, parent, best.masked_fill(missing | is_later, -torch.inf), depth, path, owner), canonical
 
 
 @dataclass(frozen=True)
@@ -82,12 +87,20 @@ class DeviceNodes:
     """Nodes of a batch, [requests, nodes]: token, parent, score and owner as of DeviceDraws.
 
     Those that do not exist stand last, as children of the root without a token: token -1, score -inf.
+    draw  int64, rising: the draw that each node is, and a number past all draws where there is none
     """
 
     token: torch.Tensor
     parent: torch.Tensor
     score: torch.Tensor
     owner: torch.Tensor
+    draw: torch.Tensor
+
+    def numbers(self, draw: torch.Tensor) -> torch.Tensor:
+        """Number of the node that each draw [requests, n] int64 is, int64: node i counts as i + 1; 0 = none is."""
+        at = torch.searchsorted(self.draw, draw)
+        found = self.draw.gather(1, at.clamp(max=self.draw.shape[1] - 1)) == draw
+        return (at + 1) * found
 
 
 def best_nodes(draws: DeviceDraws, nodes: int, max_depth: torch.Tensor) -> DeviceNodes:
@@ -101,17 +114,15 @@ def best_nodes(draws: DeviceDraws, nodes: int, max_depth: torch.Tensor) -> Devic
         missing = score.new_full((requests, nodes - count), -torch.inf)
         score = torch.cat([score, missing], dim=1)
     best = score.sort(dim=1, descending=True, stable=True)
-    alive = best.values[:, :nodes] > -torch.inf
-    kept = torch.where(alive, best.indices[:, :nodes], count).sort(dim=1).values  # in the order of drawing again
-    alive = kept < count
-    place = torch.zeros(requests, count + 2, dtype=torch.int32, device=kept.device)
-    number = torch.arange(1, nodes + 1, dtype=torch.int32, device=kept.device)
-    place.scatter_(1, kept + 1, number.expand(requests, nodes))
-    kept = kept.clamp(max=count - 1)
-    parent = place.gather(1, draws.parent.gather(1, kept).long())
+    kept = best.indices[:, :nodes].masked_fill(best.values[:, :nodes] == -torch.inf, count)
+    kept = kept.sort(dim=1).values  # in the order of drawing again
+    missing, at = kept == count, kept.clamp(max=count - 1)
+    # A parent is kept, and its number is how many of the kept do not stand behind it.
+    parent = torch.searchsorted(kept, draws.parent.gather(1, at).long(), out_int32=True)
     return DeviceNodes(
-        token=torch.where(alive, draws.token.gather(1, kept), -1),
-        parent=torch.where(alive, parent, 0),
-        score=torch.where(alive, draws.score.gather(1, kept), -torch.inf),
-        owner=torch.where(alive, draws.owner.gather(1, kept), 0),
+        token=draws.token.gather(1, at).masked_fill_(missing, -1),
+        parent=parent.masked_fill_(missing, 0),
+        score=draws.score.gather(1, at).masked_fill_(missing, -torch.inf),
+        owner=draws.owner.gather(1, at).masked_fill_(missing, 0),
+        draw=kept,
     )

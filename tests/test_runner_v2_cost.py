@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step of the V2 runner launches as much for any tree and any batch, and the host never waits for the device.
+
+Runs itself in a process whose kernels are interpreted; launches.py says how a GPU's tensors are told from the host's.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import triton_cpu
+
+pytest.importorskip("triton")
+
+IS_INSIDE = os.environ.get("TRITON_INTERPRET") == "1" and os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
+inside = pytest.mark.skipif(not IS_INSIDE, reason="runs in a process of its own")
+OURS = {
+    "VLLM_USE_V2_MODEL_RUNNER": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+@pytest.mark.engine
+@pytest.mark.skipif(IS_INSIDE, reason="starts the others")
+def test_the_cost_of_a_step():
+    command = [sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", Path(__file__).name]
+    environment = os.environ | triton_cpu.environment() | OURS
+    done = subprocess.run(command, cwd=Path(__file__).parent, env=environment, capture_output=True, text=True)
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+# -- whole steps -------------------------------------------------------------------------------------------------------
+
+# (nodes, depth), each with the numbers of requests that are measured
+BASE = (16, 5)
+MEASURED = {BASE: (1, 4), (16, 2): (1,), (16, 8): (1,), (4, 4): (4,), (70, 5): (1,)}
+PER_LEVEL = ("ssm levels", "ssm passes")
+
+
+def steps(llm, requests: int, count: int = 1) -> list:
+    """The last steps of some requests with trees; the first two are the prompts' and one that fills caches."""
+    from launches import Meter
+    from vllm import SamplingParams
+
+    engine, meter = llm.llm_engine, Meter()
+    with meter.installed():
+        for request in range(requests):
+            params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True, detokenize=False)
+            engine.add_request(str(request), {"prompt_token_ids": [3 + request, 4, 5, 6, 4, 5]}, params)
+        for _ in range(2 + count):
+            engine.step()
+    engine.abort_request([str(request) for request in range(requests)])
+    engine.step()
+    seen = meter.steps[2:]
+    assert len(seen) == count and all(step.requests == requests and step.drafts for step in seen)
+    return meter.steps
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """Steps by (nodes, depth, requests), and what the controls saw on the first engine."""
+    import tiny_model
+    from engines import engine
+
+    folder = tmp_path_factory.mktemp("models")
+    llm_path = tiny_model.make(folder / "llm", layers=2)
+    ssm_path = tiny_model.cut(llm_path, folder / "ssm", layers=1)
+    found, controls = {}, {}
+    for (nodes, depth), batches in MEASURED.items():
+        tree = {
+            "method": "tree",
+            "num_nodes": nodes,
+            "depth": depth,
+            "ssms": [str(ssm_path)],
+            "proposers": ["recycling"],
+        }
+        with engine(
+            llm_path,
+            max_model_len=128,
+            max_num_seqs=4,
+            kv_cache_memory_bytes=1 << 24,
+            skip_tokenizer_init=True,
+            speculative_config=tree,
+        ) as llm:
+            for requests in batches:
+                found[nodes, depth, requests] = steps(llm, requests)
+            if (nodes, depth) == BASE:
+                controls = {name: steps_with(control, llm) for name, control in CONTROLS.items()}
+    print(table(found))
+    return SimpleNamespace(found=found, controls=controls)
+
+
+def table(found: dict) -> str:
+    """Launches of the last step, phase by configuration."""
+    last = {name: each[-1].counts() for name, each in found.items()}
+    phases = list(next(iter(last.values())))
+    lines = ["", f"{'nodes, depth, requests':>24}" + "".join(f"{phase:>13}" for phase in phases)]
+    lines += [f"{name!s:>24}" + "".join(f"{counts[phase]:13}" for phase in phases) for name, counts in last.items()]
+    return "\n".join(lines)
+
+
+@inside
+def test_launches_depend_on_neither_tree_nor_batch(measured):
+    constant = [
+        {phase: count for phase, count in each[-1].counts().items() if phase not in PER_LEVEL}
+        for each in measured.found.values()
+    ]
+    assert {"prepare", "verify", "postprocess", "propose", "ssm"} <= set(constant[0])
+    assert all(counts == constant[0] for counts in constant), table(measured.found)
+    assert sum(constant[0].values()) < 180
+
+
+@inside
+def test_a_level_of_an_ssm_costs_as_much_as_the_next(measured):
+    """One pass per level; draws and the rows around a pass take as many launches on every level but the first."""
+    by_depth = {}
+    for (_, depth, _), each in measured.found.items():
+        step = each[-1]
+        assert step.calls["ssm passes"] == depth
+        by_depth.setdefault(depth, set()).add(tuple(step.counts()[phase] for phase in PER_LEVEL))
+    assert all(len(counts) == 1 for counts in by_depth.values()), table(measured.found)
+    (first,) = by_depth.pop(2)
+    slopes = {
+        tuple((now - then) / (depth - 2) for now, then in zip(counts, first, strict=True))
+        for depth, (counts,) in by_depth.items()
+    }
+    assert len(slopes) == 1, table(measured.found)
+
+
+@inside
+def test_the_host_never_waits(measured):
+    """Prompts and first steps included, where caches are filled."""
+    waits = {wait for each in measured.found.values() for step in each for wait in step.waits}
+    assert not waits, "\n".join(sorted(waits))
+
+
+# -- negative controls -------------------------------------------------------------------------------------------------
+
+
+def steps_with(control, llm) -> list:
+    """Steps of one request in which `control` sees what is drafted."""
+    from specinfer_vllm.engine.device_trees import DeviceTrees
+
+    write = DeviceTrees.write
+
+    def watched(trees, slots, nodes):
+        control(nodes.token)
+        return write(trees, slots, nodes)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DeviceTrees, "write", watched)
+        return steps(llm, 1)
+
+
+def loop(token) -> None:
+    for node in range(token.shape[1]):
+        token[:, node].clamp(min=0)
+
+
+CONTROLS = {"wait": lambda token: token.max().item(), "loop": loop}
+
+
+@inside
+def test_a_wait_in_propose_is_caught(measured):
+    waits = measured.controls["wait"][-1].waits
+    assert waits and all(wait.startswith("propose: ") and "token.max().item()" in wait for wait in waits)
+
+
+@inside
+def test_a_loop_over_nodes_is_caught(measured):
+    plain, looped = measured.found[*BASE, 1][-1], measured.controls["loop"][-1]
+    assert looped.counts()["propose"] == plain.counts()["propose"] + BASE[0]
+
+
+def with_host_index(tensor) -> None:
+    import torch
+
+    tensor[torch.arange(2)]
+
+
+def sent(tensor) -> None:
+    import torch
+
+    torch.ones(3).to(tensor.device)
+
+
+def listed(tensor) -> None:
+    import torch
+
+    torch.tensor([1, 2], device=tensor.device)
+
+
+WAITS = {
+    "bool": lambda tensor: bool(tensor.any()),
+    "copy to": lambda tensor: tensor.to("cpu"),
+    "cpu": lambda tensor: tensor.cpu(),
+    "float": lambda tensor: float(tensor[0]),
+    "from a list": listed,
+    "host index": with_host_index,
+    "int as a bound": lambda tensor: range(tensor[0].int()),
+    "list": lambda tensor: tensor.tolist(),
+    "mask": lambda tensor: tensor[tensor > 0],
+    "masked_select": lambda tensor: tensor.masked_select(tensor > 0),
+    "nonzero": lambda tensor: tensor.nonzero(),
+    "numpy": lambda tensor: tensor.numpy(),
+    "repeat": lambda tensor: tensor.repeat_interleave(tensor.long()),
+    "send and wait": sent,
+    "unique": lambda tensor: tensor.unique(),
+}
+
+
+def looked_at(control):
+    """The step in which a control sees a tensor of the device."""
+    import torch
+    from launches import Meter
+
+    tensor = torch.arange(3.0)
+    with torch.inference_mode(), Meter().watching("here") as step:
+        control(tensor)
+    return step
+
+
+@inside
+@pytest.mark.parametrize("control", WAITS)
+def test_every_kind_of_wait_is_seen(control):
+    assert looked_at(WAITS[control]).waits
+
+
+@inside
+def test_what_does_not_wait_is_not_taken_for_it():
+    import numpy as np
+    import torch
+    from vllm.utils import torch_utils
+
+    def control(tensor):
+        index = torch_utils.async_tensor_h2d(np.array([0, 2]), device=tensor.device)
+        tensor[index] += 1
+        tensor.repeat_interleave(tensor.long(), output_size=5)
+        host = torch.arange(4)
+        assert int(host.max()) == 3 and host.tolist() and host[host > 1].numpy().sum() == 5
+        tensor.masked_fill_(tensor > 1, 0)
+
+    step = looked_at(control)
+    assert not step.waits
+    # The copy, a gather, a sum, a scatter, a cast, two for the repetition, a comparison, a fill.
+    assert step.counts() == {"here": 9}, step.launches
+
+
+@inside
+def test_compaction_is_one_launch_for_all_layers():
+    import torch
+    from launches import Meter
+
+    from specinfer_vllm.engine.gpu_kv_compaction import GpuKvCompaction
+
+    for layers, requests in ((1, 1), (3, 4)):
+        compaction = GpuKvCompaction([torch.zeros(4, 2, 8, 16) for _ in range(layers)])
+        slots = torch.arange(2 * requests).view(requests, 2)
+        with Meter().watching("move") as step:
+            compaction.move(slots, slots)
+        assert step.counts() == {"move": 1} and not step.waits

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A decoder with random weights, small enough for Triton's interpreter: an LLM, or an SSM of the same vocabulary."""
+
+from pathlib import Path
+
+VOCAB = 512
+
+
+def make(folder: Path, layers: int, seed: int = 0, hidden: int = 128, heads: int = 4, context: int = 256) -> Path:
+    """Save a Llama in fp32 to a folder. Weights are spread widely, so that its best logits are no near ties."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 2,
+        max_position_embeddings=context,
+        initializer_range=0.3,
+        bos_token_id=1,
+        eos_token_id=2,
+        tie_word_embeddings=False,
+    )
+    LlamaForCausalLM(config).to(torch.float32).save_pretrained(folder)
+    return folder
+
+
+def cut(source: Path, folder: Path, layers: int) -> Path:
+    """Save the first layers of such a model: an SSM whose tokens are its LLM's now and then."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(source)
+    model.model.layers = model.model.layers[:layers]
+    model.config.num_hidden_layers = layers
+    model.save_pretrained(folder)
+    return folder
