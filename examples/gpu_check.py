@@ -22,7 +22,8 @@ from types import ModuleType
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-KERNELS = ("tree_build", "kv_compact", "tree_verify", "mla_attention", "tree_attention")  # the longest last
+# The longest last.
+KERNELS = ("tree_build", "tree_walk", "recycle", "kv_compact", "tree_verify", "mla_attention", "tree_attention")
 
 
 def use_this_checkout() -> None:

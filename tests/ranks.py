@@ -2,7 +2,7 @@
 """Engines of this process with two tensor-parallel ranks on the CPU, and what each rank decides step by step.
 
 The ranks are forked, where vLLM would spawn them: a fork takes a second where a spawn imports everything anew, and
-what a test patches reaches them. OpenMP must have started no thread before: OMP_NUM_THREADS=1.
+what a test patches reaches them. OpenMP must have started no thread before: with OMP_NUM_THREADS=1 it starts none.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RANKS = 2
 State = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]
 Step = dict[str, State]
 
-# Of this rank: what it decided, and (rank, texts by request) while `disturb` waits for its step.
+# Of the process, which is one rank: what it decided, and (rank, texts) while `disturb` waits for its step.
 steps: list[Step] = []
 disturbance: list[tuple[int, dict[str, list[int]]]] = []
 
@@ -37,8 +37,8 @@ class Backwards(set):
         return iter(sorted(super().__iter__(), reverse=True))
 
 
-class ForwardsOrBackwards:
-    """Patches of TreeCPUWorker, for both ranks; `take_decisions` and `disturb` are called through collective_rpc."""
+class Rank:
+    """Methods for TreeCPUWorker: the first two in the place of its own, the others for collective_rpc."""
 
     execute, sample = TreeCPUWorker.execute_model, TreeCPUWorker.sample_tokens
 
@@ -47,25 +47,11 @@ class ForwardsOrBackwards:
         if self.rank == 1:
             for name in ("finished_req_ids", "preempted_req_ids"):
                 setattr(scheduler_output, name, Backwards(getattr(scheduler_output, name) or ()))
-        import time
-        t=time.time()
-        import cProfile, pstats
-        pr=cProfile.Profile()
-        first = not getattr(self,"_f",False) and self.rank==0
-        self._f=True
-        if first: pr.enable()
-        o = ForwardsOrBackwards.execute(self, scheduler_output)
-        if first:
-            pr.disable(); pstats.Stats(pr).sort_stats("cumtime").print_stats(45)
-        print("EXEC", self.rank, time.time()-t, flush=True)
-        return o
+        return Rank.execute(self, scheduler_output)
 
     def sample_tokens(self, *args: Any) -> Any:
         """As the worker's: it samples, accepts and drafts."""
-        import time
-        t=time.time()
-        output = ForwardsOrBackwards.sample(self, *args)
-        print("STEP", self.rank, time.time()-t, flush=True)
+        output = Rank.sample(self, *args)
         runner = self.model_runner
         if disturbance and self.rank == disturbance[0][0]:
             alter(runner, disturbance[0][1])
@@ -79,7 +65,10 @@ class ForwardsOrBackwards:
         return taken
 
     def disturb(self, rank: int, texts: dict[str, list[int]]) -> None:
-        """Once this rank holds a tree of which nothing will be accepted, change a token in it."""
+        """Once this rank holds a tree of which nothing will be accepted, change a token in it.
+
+        texts  tokens of the answer, by the beginning of the request's name
+        """
         disturbance.append((rank, texts))
 
 
@@ -141,7 +130,7 @@ def engine(model: Any, **options: Any) -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(multiproc_executor, "get_mp_context", lambda: multiprocessing.get_context("fork"))
         for name in ("execute_model", "sample_tokens", "take_decisions", "disturb"):
-            patch.setattr(TreeCPUWorker, name, getattr(ForwardsOrBackwards, name), raising=False)
+            patch.setattr(TreeCPUWorker, name, getattr(Rank, name), raising=False)
         with engines.engine(model, tensor_parallel_size=RANKS, **options) as llm:
             yield llm
 

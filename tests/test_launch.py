@@ -7,6 +7,7 @@ import os
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 pytest.importorskip("vllm")
@@ -447,3 +448,60 @@ def test_the_llms_own_primer_is_found(configure, primer, model_path, monkeypatch
         configure()
     configure({"primer": "none"})
     configure({"proposers": ["ngram"]})
+
+
+# -- settings of vLLM, on either runner --------------------------------------------------------------------------------
+
+# Ranks and microbatches, by which nothing may be served that trees do not know.
+REFUSED_ON_BOTH = {
+    name: REFUSED[name]
+    for name in (
+        "kv connector",
+        "kv offloading",
+        "pipeline",
+        "decode context",
+        "prefill context",
+        "lora",
+        "watermark",
+        "sampling mask",
+        "routed experts",
+        "fast prefill",
+    )
+} | {
+    "dual batch overlap": ({"enable_dbo": True}, "enable_dbo: .*would split a tree's rows; leave it out"),
+    "microbatches": ({"ubatch_size": 2}, "ubatch_size=2: .*would split a tree's rows; leave it out"),
+    "batch-sharded sampling": (
+        {"enable_batch_sharded_sampling": True, "tensor_parallel_size": 2},
+        "enable_batch_sharded_sampling: .*not sharded yet; leave it out",
+    ),
+}
+
+
+@pytest.fixture(params=["V1", "V2"])
+def either_runner(request):
+    """vLLM takes that runner."""
+    if request.param == "V2":
+        request.getfixturevalue("runner_v2")
+
+
+@pytest.mark.parametrize("name", REFUSED_ON_BOTH)
+def test_a_setting_is_refused_on_either_runner(configure, either_runner, name):
+    options, message = REFUSED_ON_BOTH[name]
+    with pytest.raises(TreeOptionError, match=f"^{message}") as refused:
+        configure(**options)
+    assert "method 'tree'" in str(refused.value)
+
+
+def test_a_hybrid_model_is_refused_on_either_runner(configure, either_runner, monkeypatch):
+    monkeypatch.setattr(ModelConfig, "is_hybrid", property(lambda self: True))
+    with pytest.raises(TreeOptionError, match="^model: .*: is_hybrid: not supported with method 'tree': .*; use"):
+        configure()
+
+
+def test_a_draft_vocabulary_needs_its_head_on_one_rank(configure, either_runner, folder):
+    narrow = folder()
+    np.save(narrow / "draft_vocab.npy", np.arange(64, dtype=np.int32))
+    config = configure({"ssms": [narrow]})
+    config.parallel_config.tensor_parallel_size = 3  # the LLM's 9 heads
+    with pytest.raises(TreeOptionError, match=r"ssms\[0\]: a draft vocabulary needs the whole head on one rank"):
+        launch.check(config)

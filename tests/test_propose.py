@@ -140,6 +140,12 @@ def test_a_proposer_that_raises_costs_its_trees_only():
     assert ensemble.take_failures() == {"bad": 3} and not ensemble.take_failures()
 
 
+def test_with_several_ranks_a_proposer_must_not_fail_alone():
+    ensemble = Ensemble([Fixed("bad", [1], fails=("propose",)), Fixed("good", [2, 3])], may_fail=False)
+    with pytest.raises(RuntimeError):
+        ensemble.propose(batch([[9]]))
+
+
 def test_a_proposer_that_cannot_forget_is_retired():
     ensemble = Ensemble([Fixed("bad", [1], fails=("finish",)), Fixed("good", [2])])
     ensemble.finish(0)

