@@ -246,8 +246,11 @@ def runner_v2(monkeypatch):
             "verifier: 'traversal' does not run on vLLM's V2 runner yet; use one of auto",
         ),
         ({"proposers": ["ngram"]}, r"proposers: 'ngram' does not run on vLLM's V2 runner yet; use \['recycling'\]"),
-        ({"batch_nodes": 64}, "batch_nodes: not served by vLLM's V2 runner yet; leave it out"),
-        ({"share_recycling": True}, "share_recycling: not served by vLLM's V2 runner yet; leave it out"),
+        ({"batch_nodes": 64}, "batch_nodes: 64 is not served by vLLM's V2 runner; its trees have num_nodes nodes"),
+        ({"row_cost": 0.1}, "row_cost: 0.1 is not served by vLLM's V2 runner; .*; leave it out, and set num_nodes"),
+        ({"share_recycling": True}, "share_recycling: True is not served by vLLM's V2 runner; leave it out"),
+        ({"merge": "first"}, "merge: 'first' is not served by vLLM's V2 runner; leave it out, or give the one"),
+        ({"seed": 3}, "seed: 3 is not served by vLLM's V2 runner; .* vLLM's own --seed"),
     ],
 )
 def test_what_the_v2_runner_does_not_serve_is_refused(configure, runner_v2, ssm_path, options, message):

@@ -14,8 +14,10 @@ from specinfer_vllm.engine import sampling
 class DeviceRequests:
     """Limits of each slot's tree.
 
-    branches  [slots] int32    most children per node: 0 = no tree, 1 = a chain
-    last      [slots] int32    sequence length at which the request ends
+    branches    [slots] int32    most children per node: 0 = no tree, 1 = a chain
+    last        [slots] int32    sequence length at which the request ends
+    refused     why the slot's request gets no tree, for those that do not
+    has_custom  whether the user loaded logits processors, which may look at the drafts in front of a row
     """
 
     def __init__(self, slots: int, max_len: int, options: TreeOptions) -> None:
@@ -23,10 +25,13 @@ class DeviceRequests:
         self.branches = UvaBackedTensor(slots, torch.int32)
         self.last = UvaBackedTensor(slots, torch.int32)
         self.refused: dict[int, str] = {}
+        self.has_custom = False
 
     def start(self, slot: int, params: SamplingParams | None, prompt_len: int) -> None:
         """A request begins on a slot; `publish` lets the device see it."""
         reason = "pooling" if params is None else sampling.refusal(params, self.options.verifier)
+        if self.has_custom:
+            reason = "custom_processors"
         self.refused.pop(slot, None)
         if reason is not None:
             self.refused[slot] = reason
@@ -49,4 +54,4 @@ def walks_back(params: SamplingParams) -> bool:
     vllm/v1/worker/gpu/sample/penalties.py, bad_words.py: row i is taken to follow row i - 1.
     """
     penalised = params.presence_penalty or params.frequency_penalty or params.repetition_penalty not in (1.0, None)
-    return bool(penalised or params.bad_words or params.extra_args)
+    return bool(penalised or params.bad_words)

@@ -179,6 +179,17 @@ def refuse_unknown_vllm() -> None:
 # What the V2 runner's verifier and proposers do so far.
 V2_VERIFIERS = ("auto", "greedy", "naive", "mss", "without_replacement", "top_k_plus_one")
 V2_PROPOSERS = ("recycling",)
+FIXED = "its trees have num_nodes nodes in every step; leave it out, and set num_nodes"
+# Options that it would not read: the values that say nothing, and the fix.
+V2_OPTIONS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "row_cost": ((None, 0), FIXED),
+    "draft_cost": ((None, 0), FIXED),
+    "batch_nodes": ((None,), FIXED),
+    "merge": (("union",), "leave it out, or give the one proposer whose trees you want"),
+    "share_recycling": ((False,), "leave it out"),
+    "primer": (("auto", "none"), "leave it out: recycling starts without one"),
+    "seed": ((0,), "leave it out: requests without a seed take theirs from vLLM's own --seed"),
+}
 
 
 def refuse_verifier(options: TreeOptions) -> None:
@@ -193,9 +204,11 @@ def refuse_verifier(options: TreeOptions) -> None:
             raise TreeOptionError(
                 f"{WHERE}.proposers: {name!r} does not run on vLLM's V2 runner yet; use {list(V2_PROPOSERS)}"
             )
-    for name in ("primer", "batch_nodes", "share_recycling"):
-        if getattr(options, name) not in (None, False, "auto", "none"):
-            raise TreeOptionError(f"{WHERE}.{name}: not served by vLLM's V2 runner yet; leave it out")
+    for name, (served, fix) in V2_OPTIONS.items():
+        if getattr(options, name) not in served:
+            raise TreeOptionError(
+                f"{WHERE}.{name}: {getattr(options, name)!r} is not served by vLLM's V2 runner; {fix}"
+            )
 
 
 def check_model(model: Any) -> None:

@@ -29,6 +29,9 @@ from specinfer_vllm.engine.verifier_v2 import TreeVerifier
 from specinfer_vllm.propose.recycling import WIDTH
 from specinfer_vllm.triton_kernels.tree_verify import Walk
 
+# vLLM's own logits processors on the V2 runner (vllm/v1/worker/gpu/sample/sampler.py).
+OWN_PROCESSORS = {"LogitBiasState", "PenaltiesState", "BadWordsState"}
+
 
 @dataclass(frozen=True)
 class StepRows:
@@ -59,6 +62,8 @@ class TreeRunnerV2Mixin:
             self.sampler, trees, self.speculator.options.max_depth, self.speculator.rule
         )
         self.speculator.sampling_states = self.sampler.sampling_states
+        kinds = {type(each).__name__ for each in self.sampler.logits_processors}
+        self.speculator.requests.has_custom = not kinds <= OWN_PROCESSORS
         self.row_depth = torch.zeros(rows, dtype=torch.int32, device=self.device)
         self.row_bits = torch.zeros(rows, trees.ancestors.shape[2], dtype=torch.int64, device=self.device)
         self.prefix_len = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=self.device)
