@@ -6,7 +6,8 @@ Depth-first trees with the likeliest child first leave most paths in place alrea
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
+from typing import Any
 
 import torch
 
@@ -27,6 +28,22 @@ def moves(accepted: Accepted, roots: torch.Tensor, root_slot: torch.Tensor) -> t
     request, column = torch.nonzero((accepted.rows >= 0) & (node != level), as_tuple=True)
     source = root_slot[request] + node[request, column]
     return request, torch.stack([source, root_slot[request] + column])
+
+
+def llm_layers(kv_cache_config: Any, context: Mapping[str, Any], drafts: Set[str]) -> list[tuple[int, list[Any]]]:
+    """The LLM's attention layers that own a cache, by KV cache group and shape of their cache.
+
+    context  vLLM's static_forward_context: layers by their names
+    drafts   names of the SSMs' layers, which re-read the path instead
+    """
+    shapes: dict[tuple, list[Any]] = {}
+    for group, spec in enumerate(kv_cache_config.kv_cache_groups):
+        for name in spec.layer_names:
+            layer = context[name]
+            if name in drafts or getattr(layer, "kv_sharing_target_layer_name", None):
+                continue
+            shapes.setdefault((group, tuple(layer.kv_cache.shape)), []).append(layer)
+    return [(group, layers) for (group, _), layers in shapes.items()]
 
 
 class CpuKvCompaction:

@@ -22,7 +22,7 @@ from specinfer_vllm.attention.tree_mask import TreeMask
 from specinfer_vllm.engine import sampling
 from specinfer_vllm.engine.draft_tokens import TreeDraftTokenIds
 from specinfer_vllm.engine.drafter import TreeDrafter
-from specinfer_vllm.engine.kv_compaction import CpuKvCompaction, moves, physical_slots
+from specinfer_vllm.engine.kv_compaction import CpuKvCompaction, llm_layers, moves, physical_slots
 from specinfer_vllm.engine.requests import NO_SLOT
 from specinfer_vllm.engine.step import is_chain
 from specinfer_vllm.engine.successors import best_successors
@@ -201,21 +201,13 @@ class TreeRunnerMixin:
         if self.compactions is None:
             self.compactions = [
                 (group, CpuKvCompaction([layer.kv_cache for layer in layers], layout_of(layers[0], layers[0].kv_cache)))
-                for group, layers in self._llm_layers()
+                for group, layers in llm_layers(
+                    self.kv_cache_config,
+                    self.compilation_config.static_forward_context,
+                    {name for ssm in self.drafter.ssms for name in ssm.layer_names},
+                )
             ]
         return self.compactions
-
-    def _llm_layers(self) -> list[tuple[int, list[Any]]]:
-        drafts = {name for ssm in self.drafter.ssms for name in ssm.layer_names}
-        context = self.compilation_config.static_forward_context
-        shapes: dict[tuple, list[Any]] = {}
-        for group, spec in enumerate(self.kv_cache_config.kv_cache_groups):
-            for name in spec.layer_names:
-                layer = context[name]
-                if name in drafts or getattr(layer, "kv_sharing_target_layer_name", None):
-                    continue
-                shapes.setdefault((group, tuple(layer.kv_cache.shape)), []).append(layer)
-        return [(group, layers) for (group, _), layers in shapes.items()]
 
     def _logprobs(self, step: StepTrees, logits: torch.Tensor, laws: sampling.RowLaws) -> LogprobsTensors | None:
         """Logprobs of every emitted token from the row that emitted it, [requests * width] rows for vLLM to filter."""

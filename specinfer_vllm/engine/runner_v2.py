@@ -22,7 +22,7 @@ from specinfer_vllm.attention.cpu_kv_layout import layout_of
 from specinfer_vllm.attention.tree_batch import TreeBatch
 from specinfer_vllm.engine.draft_tokens import TreeDraftTokenIds
 from specinfer_vllm.engine.gpu_kv_compaction import GpuKvCompaction
-from specinfer_vllm.engine.kv_compaction import CpuKvCompaction, slots_in
+from specinfer_vllm.engine.kv_compaction import CpuKvCompaction, llm_layers, slots_in
 from specinfer_vllm.engine.speculator import TreeSpeculator
 from specinfer_vllm.engine.successors import top
 from specinfer_vllm.engine.verifier_v2 import TreeVerifier
@@ -165,25 +165,14 @@ class TreeRunnerV2Mixin:
     def _compactions(self) -> list[tuple[int, Any]]:
         """One compaction per KV cache group and shape of the LLM's layers; SSMs re-read the path instead."""
         if self.compactions is None:
-            self.compactions = [(group, self._compaction(layers)) for group, layers in self._llm_layers()]
+            context = self.compilation_config.static_forward_context
+            groups = llm_layers(self.kv_cache_config, context, self.speculator.draft_attn_layer_names)
+            self.compactions = [(group, self._compaction(layers)) for group, layers in groups]
         return self.compactions
 
     def _compaction(self, layers: list[Any]) -> Any:
         """What moves K/V in these layers, of one shape."""
         raise NotImplementedError
-
-    def _llm_layers(self) -> list[tuple[int, list[Any]]]:
-        context = self.compilation_config.static_forward_context
-        shapes: dict[tuple, list[Any]] = {}
-        for group, spec in enumerate(self.kv_cache_config.kv_cache_groups):
-            for name in spec.layer_names:
-                layer = context[name]
-                if name in self.speculator.draft_attn_layer_names:
-                    continue
-                if getattr(layer, "kv_sharing_target_layer_name", None):
-                    continue
-                shapes.setdefault((group, tuple(layer.kv_cache.shape)), []).append(layer)
-        return [(group, layers) for (group, _), layers in shapes.items()]
 
     def _observe(self, walked: Walk, logits: torch.Tensor, slots: torch.Tensor) -> None:
         """Hand the LLM's best successors on the accepted paths to the proposers that learn from them."""
