@@ -64,7 +64,9 @@ class TableSsm(SsmProposer):
 
     def __init__(self, index: int, shape=None, width: int = 3, depth: int = 2, ssms: int = 1, row_cost=0.0, ids=None):
         self.index, self.name, self.max_depth, self.num_read = index, f"ssm{index}", depth, 0
-        self.static = LevelShape.of_tree(StaticTree.of_expansion(shape) if isinstance(shape, tuple) else shape)
+        self.device = torch.device("cpu")
+        tree = StaticTree.of_expansion(shape) if isinstance(shape, tuple) else shape
+        self.static = LevelShape.of_tree(tree, self.device)
         self.options = type("Options", (), {"width": width})
         self.row_cost, self.num_ssms, self.num_slots, self.max_len = row_cost, ssms, 0, 1 << 20
         self.level_cost, self.step = 0.0 if self.static else 0.08, type("Step", (), {"slots": np.arange(REQUESTS)})
