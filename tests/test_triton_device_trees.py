@@ -29,7 +29,8 @@ def random_nodes(rng, requests, nodes, fewest=0):
             known = score[request, above - 1] if above else 0.0
             score[request, node] = known - rng.choice([0.0, 0.5, 1.0])
             owner[request, node] = rng.integers(1, 8)
-    return DeviceNodes(*map(torch.from_numpy, (token, parent, score, owner)))
+    draw = np.where(token >= 0, np.arange(nodes), nodes)
+    return DeviceNodes(*map(torch.from_numpy, (token, parent, score, owner, draw)))
 
 
 def walked(nodes, request):
@@ -122,10 +123,13 @@ def test_owners_that_do_not_follow_their_nodes_are_caught():
         torch.tensor([[0, 0, 1]], dtype=torch.int32),
         torch.tensor([[-0.5, -1.0, -2.0]]),
         torch.tensor([[1, 2, 4]], dtype=torch.int32),
+        torch.tensor([[0, 2, 5]]),
     )
     trees = DeviceTrees(SLOTS, 3, SLOTS, "cpu")
     assert trees.write(torch.tensor([3]), drawn).tolist() == [[5, 7, 6]]
     assert trees.owner[3].tolist() == [0, 1, 4, 2]
+    assert trees.rows_of(1).tolist() == [[0, 1, 3, 2]]  # of the root and the nodes in the order of drawing
+    assert drawn.numbers(torch.tensor([[5, 0, 1, 2, 9]])).tolist() == [[3, 1, 0, 2, 0]]
     trees.owner[3, 1:] = drawn.owner[0]
     with pytest.raises(AssertionError):
         check_slot(trees, 3, walked(drawn, 0))
