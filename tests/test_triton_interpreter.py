@@ -28,7 +28,7 @@ KERNELS = [
     "recycle",
     "device_trees",
     "backend",
-    "runner_v2",
+    pytest.param("runner_v2", marks=pytest.mark.engine),  # asked for late: it takes longer than all fast tests
 ]
 # The whole V2 runner of vLLM, with its own kernels interpreted too.
 ENVIRONMENT = {"runner_v2": {"VLLM_USE_V2_MODEL_RUNNER": "1", **triton_cpu.environment()}}
