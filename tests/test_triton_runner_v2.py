@@ -223,6 +223,17 @@ def test_an_ssm_that_is_the_llm_is_always_right(own, plain):
     assert stats["moved"] > 0.8 * stats["accepted"]
 
 
+def test_warm_up_with_drafts_that_nobody_proposed(own, plain):
+    """vLLM warms a GPU up with steps that it makes by hand: placeholders, counts that no verifier gave."""
+    from vllm.v1.worker.gpu.warmup import warmup_kernels
+
+    worker = own.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    worker.model_runner.profile_run()
+    warmup_kernels(worker.model_runner, worker.execute_model, worker.sample_tokens)
+    own.reset_prefix_cache()
+    assert answers(own, KINDS["greedy"]) == plain["greedy"]
+
+
 def test_without_compaction_texts_differ(own, plain, monkeypatch):
     own.reset_prefix_cache()
     monkeypatch.setattr(type(runner_of(own)), "_compact", lambda self, walked: None)

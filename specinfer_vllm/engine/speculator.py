@@ -102,10 +102,13 @@ class TreeSpeculator(DraftModelSpeculator):
         num_rejected: torch.Tensor,
         *args: Any,
         dummy_run: bool = False,
+        is_profile: bool = False,
         **kwargs: Any,
     ) -> torch.Tensor:
         """Draft the next trees. Returns their tokens [requests, nodes] int64; 0 where there is no node."""
         if dummy_run:
+            if is_profile:
+                self._profile(input_batch.num_tokens)
             return self.draft_tokens[: input_batch.num_reqs]
         slots, states = input_batch.idx_mapping, self.req_states
         draws = []
@@ -139,6 +142,18 @@ class TreeSpeculator(DraftModelSpeculator):
             logger.exception("SSM %r failed and is left out of this step; further failures are counted", ssm.name)
         self.stats.failures[ssm.name] += 1
         ssm.lost[slots] = True
+
+    def _profile(self, rows: int) -> None:
+        """Take the memory that a full step takes beside the LLM's pass, so that vLLM leaves it free of KV blocks.
+
+        The SSMs' passes; and laws of every row of as many trees as a step can verify: vLLM's own dummy run has one row
+        per request.
+        """
+        for ssm in self.ssms:
+            ssm.warm_up(rows)
+        rows = min(self.max_num_reqs * self.trees.rows, self.max_num_tokens)
+        vocab = self.vllm_config.model_config.get_vocab_size()
+        torch.empty(2, rows, vocab, dtype=torch.float32, device=self.device)  # freed at once; the peak is what counts
 
     def _drawn(
         self, slots: torch.Tensor, draws: list[DeviceDraws], union: DeviceDraws, place: torch.Tensor, nodes: DeviceNodes

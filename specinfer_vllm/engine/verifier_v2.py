@@ -42,6 +42,9 @@ class TreeVerifier:
     drawn   the draws that the trees were made of, when the rule weighs them
     """
 
+    # vLLM's warm-up asks (vllm/v1/worker/gpu/warmup.py): the number of nodes is fixed.
+    enable_adaptive_verification = False
+
     def __init__(self, sampler: Any, trees: DeviceTrees, max_depth: int, rule: Rule | None) -> None:
         """rule: one that weighs sampled draws; None = vLLM's sampler chooses."""
         self.sampler, self.trees, self.max_depth, self.rule = sampler, trees, max_depth, rule

@@ -129,6 +129,13 @@ class DeviceSsm(SsmProposer):
         self.levels_drawn = self.levels(states, every, root, self.depth)
         return self.as_draws(self.levels_drawn)
 
+    def warm_up(self, rows: int = 8) -> None:
+        """One pass without attention over that many rows, and the logits of a level."""
+        nothing = torch.zeros(rows, dtype=torch.int64, device=self.device)
+        with set_forward_context(None, self.llm_config, num_tokens=rows):
+            states = self.model(input_ids=nothing, positions=nothing)
+        self.logits(states[: len(self.lost) * self.options.width])
+
     @property
     def block_size(self) -> int:
         """Slots per block of its KV cache group."""
