@@ -264,6 +264,7 @@ def test_the_v2_runner_is_prepared_for(configure, runner_v2):
     assert config.speculative_config.method == "draft_model"
     assert config.use_v2_model_runner
     assert config.num_lookahead_tokens >= 5
+    assert config.speculative_config.use_ngram()  # recycling scans the tokens, on the device
 
 
 def test_a_runner_that_vllm_takes_on_its_own_is_refused(configure, monkeypatch):
