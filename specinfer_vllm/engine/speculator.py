@@ -117,9 +117,11 @@ class TreeSpeculator(DraftModelSpeculator):
             limits = self.requests.branches.gpu, self.requests.last.gpu
             draws.append(self.recycling.propose(history, length, slots, *limits))
         failed = False
+        step = self._step(input_batch, num_sampled) if self.ssms else None
         for ssm, group in zip(self.ssms, self.ssm_groups, strict=True):
             try:
-                draws.append(ssm.draws(self._step(input_batch, num_sampled, group)))
+                table = self.block_tables.input_block_tables[group][: len(slots)]
+                draws.append(ssm.draws(step, table))
             except Exception:
                 self._failed(ssm, slots)
                 failed = True
@@ -150,7 +152,7 @@ class TreeSpeculator(DraftModelSpeculator):
         per request.
         """
         for ssm in self.ssms:
-            ssm.warm_up(rows)
+            ssm.logits(ssm.warm_up(rows)[: self.max_num_reqs * ssm.options.width])
         rows = min(self.max_num_reqs * self.trees.rows, self.max_num_tokens)
         vocab = self.vllm_config.model_config.get_vocab_size()
         torch.empty(2, rows, vocab, dtype=torch.float32, device=self.device)  # freed at once; the peak is what counts
@@ -201,8 +203,8 @@ class TreeSpeculator(DraftModelSpeculator):
             bounded=bool(bounded),
         )
 
-    def _step(self, input_batch: Any, num_sampled: torch.Tensor, group: int) -> DeviceStep:
-        """What the LLM read, for SSMs whose layers stand in this KV cache group."""
+    def _step(self, input_batch: Any, num_sampled: torch.Tensor) -> DeviceStep:
+        """What the LLM read, the same for all SSMs."""
         slots, states, count = input_batch.idx_mapping, self.req_states, input_batch.num_reqs
         read = input_batch.num_scheduled_tokens[:count].astype(np.int64)
         # Of a tree nothing is committed but its longest path, with the root in front and the next one behind.
@@ -218,7 +220,6 @@ class TreeSpeculator(DraftModelSpeculator):
             first=(input_batch.seq_lens[:count] - input_batch.query_start_loc[: count + 1].diff()).long(),
             counts=rows,
             sampled=num_sampled > 0,
-            table=self.block_tables.input_block_tables[group][:count],
             branches=self.requests.branches.gpu[slots],
             sampling=self._sampling(input_batch),
             max_len=int(input_batch.seq_lens_cpu_upper_bound[:count].max()) + 1,

@@ -76,15 +76,10 @@ class ChildSampler:
 
     def children(self, logits: torch.Tensor, width: int, parent: torch.Tensor) -> Children:
         """Children of each node; parent [requests, nodes] int64 = local indices of the nodes themselves."""
-        score, token = (logits / SHARPNESS).log_softmax(dim=-1).topk(width, dim=-1)
-        nothing = torch.zeros_like(token)
-        children = Children(token, score, nothing, nothing - 1)
+        children = likeliest(logits, width)
         if self.sampling is not None:
             children = self._sampled(children, logits, parent)
-        if self.ids is None:
-            return children
-        named = torch.where(children.token >= 0, self.ids[children.token.clamp(min=0)], -1)
-        return replace(children, token=named)
+        return named(children, self.ids)
 
     def _sampled(self, children: Children, logits: torch.Tensor, parent: torch.Tensor) -> Children:
         """The children with those of sampled requests replaced by draws."""
@@ -98,23 +93,12 @@ class ChildSampler:
             self.position[chosen].repeat_interleave(nodes),
             (self.ssm * NODES + parent[chosen]).flatten(),
         )
-        rows = torch.arange(first, first + len(laws))[:, None].expand(-1, width)
-        ranked = laws.topk(width, dim=-1).values.clamp(max=1).log()
-        if self.sampling.drafting == "top_k_plus_one":
-            best, token, laws = draft.top_k_plus_one(laws, width, *key)
-            token = torch.cat([best, token[:, None]], dim=1)
-            rows = torch.where(torch.arange(width) == width - 1, rows, -1)
-            # The draw stands for all tokens that are not fixed, and must not tell which of them it is.
-            rest = (1 - ranked[:, :-1].exp().sum(dim=-1)).clamp(min=0)
-            ranked[:, -1] = torch.minimum(ranked[:, 0], rest.log())
-        elif self.sampling.drafting == "iid":
-            token = draft.iid(laws, width, *key)
-        else:
-            token = draft.without_replacement(laws, width, *key)
+        number = torch.arange(first, first + len(laws))
+        drawn, laws = draw(self.sampling.drafting, laws, width, key, number)
         self.kept.append(laws)
         shape = (len(chosen), nodes, width)
         result = [each.clone() for each in (children.token, children.score, children.back, children.law)]
-        for target, values in zip(result, (token, ranked, repeats(token), rows), strict=True):
+        for target, values in zip(result, drawn, strict=True):
             target[chosen] = values.reshape(shape).to(target.dtype)
         return Children(*result)
 
@@ -127,22 +111,68 @@ class ChildSampler:
         vocab = laws.shape[-1]
         if bool((top_k >= vocab).all()) and bool((top_p >= 1).all()):
             return laws
-        sorted_laws, order = laws.sort(dim=-1, descending=True)
-        before = sorted_laws.cumsum(dim=-1) - sorted_laws
-        kept = torch.arange(vocab) < top_k[:, None, None]
-        kept = kept & (before < top_p[:, None, None])
-        kept[..., 0] = True
-        laws = torch.zeros_like(laws).scatter(-1, order, sorted_laws * kept)
-        return laws / laws.sum(dim=-1, keepdim=True)
+        return bounded(laws, top_k, top_p)
 
     def laws(self, vocab_size: int) -> torch.Tensor | None:
         """All laws drawn from since the start, [laws, vocab_size] float32; None when nothing was sampled."""
         if not self.kept:
             return None
-        laws = torch.cat(self.kept)
-        if self.ids is not None:
-            return laws.new_zeros(len(laws), vocab_size).index_copy_(1, self.ids, laws)
-        return torch.nn.functional.pad(laws, (0, vocab_size - laws.shape[1]))
+        return over_vocabulary(torch.cat(self.kept), self.ids, vocab_size)
+
+
+def likeliest(logits: torch.Tensor, width: int) -> Children:
+    """The `width` likeliest children of each node of logits [requests, nodes, vocab]; none of them is sampled."""
+    score, token = (logits / SHARPNESS).log_softmax(dim=-1).topk(width, dim=-1)
+    nothing = torch.zeros_like(token)
+    return Children(token, score, nothing, nothing - 1)
+
+
+def named(children: Children, ids: torch.Tensor | None) -> Children:
+    """The children by the tokens that the logits stand for, ids [vocab] int64; None = 0, 1, .."""
+    if ids is None:
+        return children
+    return replace(children, token=torch.where(children.token >= 0, ids[children.token.clamp(min=0)], -1))
+
+
+def bounded(laws: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """laws [requests, nodes, vocab] after each request's top-k [requests] and top-p [requests], normalised."""
+    sorted_laws, order = laws.sort(dim=-1, descending=True)
+    before = sorted_laws.cumsum(dim=-1) - sorted_laws
+    kept = torch.arange(laws.shape[-1], device=laws.device) < top_k[:, None, None]
+    kept = kept & (before < top_p[:, None, None])
+    kept[..., 0] = True
+    laws = torch.zeros_like(laws).scatter(-1, order, sorted_laws * kept)
+    return laws / laws.sum(dim=-1, keepdim=True)
+
+
+def draw(
+    drafting: str, laws: torch.Tensor, width: int, key: tuple[torch.Tensor, ...], number: torch.Tensor
+) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+    """Children of nodes as a rule needs them drawn: (token, score, back, law), [n, width] each, and the laws to keep.
+
+    laws [n, vocab]; key: of the coins, as verify/draft.py takes it; number [n] int64: what each law is called
+    """
+    law = number[:, None].expand(-1, width)
+    ranked = laws.topk(width, dim=-1).values.clamp(max=1).log()
+    if drafting == "top_k_plus_one":
+        best, token, laws = draft.top_k_plus_one(laws, width, *key)
+        token = torch.cat([best, token[:, None]], dim=1)
+        law = torch.where(torch.arange(width, device=laws.device) == width - 1, law, -1)
+        # The draw stands for all tokens that are not fixed, and must not tell which of them it is.
+        rest = (1 - ranked[:, :-1].exp().sum(dim=-1)).clamp(min=0)
+        ranked[:, -1] = torch.minimum(ranked[:, 0], rest.log())
+    elif drafting == "iid":
+        token = draft.iid(laws, width, *key)
+    else:
+        token = draft.without_replacement(laws, width, *key)
+    return (token, ranked, repeats(token), law), laws
+
+
+def over_vocabulary(laws: torch.Tensor, ids: torch.Tensor | None, vocab_size: int) -> torch.Tensor:
+    """laws [.., tokens] over the whole vocabulary [.., vocab_size]; ids [tokens] int64, None = 0, 1, .."""
+    if ids is not None:
+        return laws.new_zeros(*laws.shape[:-1], vocab_size).index_copy_(-1, ids, laws)
+    return torch.nn.functional.pad(laws, (0, vocab_size - laws.shape[-1]))
 
 
 def repeats(token: torch.Tensor) -> torch.Tensor:

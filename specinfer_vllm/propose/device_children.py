@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from specinfer_vllm.propose.children import NODES, SHARPNESS, Children, repeats
-from specinfer_vllm.verify import draft
+from specinfer_vllm.propose.children import NODES, Children, bounded, draw, likeliest, named, over_vocabulary
 
 
 @dataclass(frozen=True)
@@ -33,15 +32,7 @@ class DeviceDraftSampling:
         """What is sampled from [requests, nodes, vocab]: each request's temperature, top-k and top-p."""
         temperature = torch.where(self.sampled, self.temperature, 1.0)[:, None, None]
         laws = (logits / temperature).softmax(dim=-1)
-        if not self.bounded:
-            return laws
-        sorted_laws, order = laws.sort(dim=-1, descending=True)
-        before = sorted_laws.cumsum(dim=-1) - sorted_laws
-        rank = torch.arange(laws.shape[-1], device=laws.device)
-        kept = (rank < self.top_k[:, None, None]) & (before < self.top_p[:, None, None])
-        kept |= rank == 0
-        laws = torch.zeros_like(laws).scatter(-1, order, sorted_laws * kept)
-        return laws / laws.sum(dim=-1, keepdim=True)
+        return bounded(laws, self.top_k, self.top_p) if self.bounded else laws
 
 
 @dataclass
@@ -66,21 +57,15 @@ class DeviceChildSampler:
 
         A child's law counts the laws of its request, level after level.
         """
-        score, token = (logits / SHARPNESS).log_softmax(dim=-1).topk(width, dim=-1)
-        nothing = torch.zeros_like(token)
-        children = Children(token, score, nothing, nothing - 1)
+        children = likeliest(logits, width)
         if self.sampling is not None:
             children = self._sampled(children, logits, parent)
-        if self.ids is None:
-            return children
-        named = torch.where(children.token >= 0, self.ids[children.token.clamp(min=0)], -1)
-        return Children(named, children.score, children.back, children.law)
+        return named(children, self.ids)
 
     def _sampled(self, children: Children, logits: torch.Tensor, parent: torch.Tensor) -> Children:
         """The children with those of sampled requests replaced by draws, as ChildSampler._sampled makes them."""
         requests, nodes = parent.shape
         shape = children.token.shape
-        width = shape[-1]
         laws = self.sampling.laws(logits).flatten(0, 1)
         first = sum(each.shape[1] for each in self.kept)
         key = (
@@ -88,27 +73,14 @@ class DeviceChildSampler:
             self.position.repeat_interleave(nodes),
             (self.ssm * NODES + parent).flatten(),
         )
-        number = torch.arange(first, first + nodes, device=laws.device)
-        law = number.repeat(requests)[:, None].expand(-1, width)
-        ranked = laws.topk(width, dim=-1).values.clamp(max=1).log()
-        if self.sampling.drafting == "top_k_plus_one":
-            best, token, laws = draft.top_k_plus_one(laws, width, *key)
-            token = torch.cat([best, token[:, None]], dim=1)
-            law = torch.where(torch.arange(width, device=laws.device) == width - 1, law, -1)
-            # The draw stands for all tokens that are not fixed, and must not tell which of them it is.
-            rest = (1 - ranked[:, :-1].exp().sum(dim=-1)).clamp(min=0)
-            ranked = torch.cat([ranked[:, :-1], torch.minimum(ranked[:, 0], rest.log())[:, None]], dim=1)
-        elif self.sampling.drafting == "iid":
-            token = draft.iid(laws, width, *key)
-        else:
-            token = draft.without_replacement(laws, width, *key)
+        number = torch.arange(first, first + nodes, device=laws.device).repeat(requests)
+        drawn, laws = draw(self.sampling.drafting, laws, shape[-1], key, number)
         self.kept.append(laws.view(requests, nodes, -1))
-        drawn = (token, ranked, repeats(token), law)
-        likeliest = (children.token, children.score, children.back, children.law)
+        others = (children.token, children.score, children.back, children.law)
         return Children(
             *(
                 torch.where(self.sampling.sampled[:, None, None], mine.reshape(shape).to(other.dtype), other)
-                for mine, other in zip(drawn, likeliest, strict=True)
+                for mine, other in zip(drawn, others, strict=True)
             )
         )
 
@@ -116,7 +88,4 @@ class DeviceChildSampler:
         """All laws drawn from, [requests, laws, vocab_size] float32; None when nothing was sampled."""
         if not self.kept:
             return None
-        laws = torch.cat(self.kept, dim=1)
-        if self.ids is not None:
-            return laws.new_zeros(*laws.shape[:2], vocab_size).index_copy_(2, self.ids, laws)
-        return torch.nn.functional.pad(laws, (0, vocab_size - laws.shape[2]))
+        return over_vocabulary(torch.cat(self.kept, dim=1), self.ids, vocab_size)

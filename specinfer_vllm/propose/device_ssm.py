@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm.forward_context import set_forward_context
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
@@ -36,7 +35,6 @@ class DeviceStep:
     first     [requests] int64                 sequence index of the first token that the LLM read
     counts    [requests] int64, on the host    rows to read from there on: bound of length - first
     sampled   [requests] bool                  the prompt is read to its end
-    table     [requests, blocks] int32         of the SSM's KV cache group
     branches  [requests] int32                 most children per node
     sampling  how children are sampled, None when the rule samples none
     max_len   bound of any length, known to the host
@@ -48,7 +46,6 @@ class DeviceStep:
     first: torch.Tensor
     counts: np.ndarray
     sampled: torch.Tensor
-    table: torch.Tensor
     branches: torch.Tensor
     sampling: DeviceDraftSampling | None
     max_len: int
@@ -112,12 +109,12 @@ class DeviceSsm(SsmProposer):
         self.num_draws = tree.max_nodes // len(tree.ssms)  # of a sampled request
         self.rows: dict[tuple[int, int], LevelRows] = {}
 
-    def draws(self, step: DeviceStep) -> DeviceDraws:
-        """Catch up with what was committed, then draw level by level."""
-        self.device_step = step
+    def draws(self, step: DeviceStep, table: torch.Tensor) -> DeviceDraws:
+        """Catch up with what was committed, then draw level by level. table [requests, blocks] int32: of its group."""
+        self.device_step, self.table = step, table
         requests = len(step.counts)
         states = self.read_committed(step)
-        room = min(self.max_len, step.table.shape[1] * self.block_size)
+        room = min(self.max_len, self.table.shape[1] * self.block_size)
         self.drafts = step.sampled & (step.length + self.num_slots <= room) & ~self.lost[step.slots]
         # One that does not draft reads the front of its sequence, so that no key stands outside the block table.
         root = (step.length - 1) * self.drafts
@@ -128,13 +125,6 @@ class DeviceSsm(SsmProposer):
         every = torch.arange(requests, device=self.device)
         self.levels_drawn = self.levels(states, every, root, self.depth)
         return self.as_draws(self.levels_drawn)
-
-    def warm_up(self, rows: int = 8) -> None:
-        """One pass without attention over that many rows, and the logits of a level."""
-        nothing = torch.zeros(rows, dtype=torch.int64, device=self.device)
-        with set_forward_context(None, self.llm_config, num_tokens=rows):
-            states = self.model(input_ids=nothing, positions=nothing)
-        self.logits(states[: len(self.lost) * self.options.width])
 
     @property
     def block_size(self) -> int:
@@ -236,36 +226,31 @@ class DeviceSsm(SsmProposer):
         Returns the hidden states [rows, hidden].
         """
         step, block_size = self.device_step, self.block_size
-        room = min(self.max_len, step.table.shape[1] * block_size)
+        room = min(self.max_len, self.table.shape[1] * block_size)
         inside = index.clamp(0, room - 1)
-        slot = torch.add(inside % block_size, step.table[request, inside // block_size], alpha=block_size)
+        slot = torch.add(inside % block_size, self.table[request, inside // block_size], alpha=block_size)
         slot.masked_fill_(inside != index, NO_SLOT)
         counts = starts[1].diff()
-        longest = min(step.max_len + int(counts.max()) + self.num_slots, step.table.shape[1] * block_size)
+        longest = min(step.max_len + int(counts.max()) + self.num_slots, self.table.shape[1] * block_size)
         common = CommonAttentionMetadata(
             query_start_loc=starts[0],
             query_start_loc_cpu=starts[1],
-            seq_lens=seq_len.clamp(max=step.table.shape[1] * block_size).to(torch.int32),
+            seq_lens=seq_len.clamp(max=self.table.shape[1] * block_size).to(torch.int32),
             seq_lens_cpu_upper_bound=torch.full((len(counts),), longest, dtype=torch.int32),
             num_reqs=len(counts),
             num_actual_tokens=len(tokens),
             max_query_len=int(counts.max()),
             max_seq_len=longest,
-            block_table_tensor=step.table,
+            block_table_tensor=self.table,
             slot_mapping=slot,
             causal=True,
             positions=positions,
         )
-        metadata = {}
         for group in self.groups:
-            builder = group.get_metadata_builder()
-            builder.tree = tree
-            built = builder.build(0, common)
-            metadata.update(dict.fromkeys(set(group.layer_names) & set(self.layer_names), built))
-        slots = dict.fromkeys(self.layer_names, slot)
-        with set_forward_context(metadata, self.llm_config, num_tokens=len(tokens), slot_mapping=slots):
-            bounded = positions.clamp(max=self.model_config.max_model_len - 1)
-            return self.model(input_ids=tokens.contiguous(), positions=bounded.contiguous())
+            group.get_metadata_builder().tree = tree
+        built = [group.build_metadata(common, 0) for group in self.groups]
+        bounded = positions.clamp(max=self.model_config.max_model_len - 1)
+        return self.forward(tokens, bounded, slot, built)
 
     def as_draws(self, levels: list[Level]) -> DeviceDraws:
         """The drawn levels; requests that do not draft have none."""

@@ -162,10 +162,11 @@ class SsmProposer(Proposer):
             )
         return found[0][0]
 
-    def warm_up(self) -> None:
-        """One pass without attention, as vLLM warms up its own models: compiles the SSM."""
-        with set_forward_context(None, self.llm_config, num_tokens=8):
-            self.model(input_ids=torch.zeros(8, dtype=torch.int64), positions=torch.arange(8))
+    def warm_up(self, rows: int = 8) -> torch.Tensor:
+        """One pass without attention, as vLLM warms up its own models: compiles the SSM. Returns its hidden states."""
+        nothing = torch.zeros(rows, dtype=torch.int64, device=self.device)
+        with set_forward_context(None, self.llm_config, num_tokens=rows):
+            return self.model(input_ids=nothing, positions=nothing)
 
     # -- drafting ------------------------------------------------------------------------------------------------------
 
@@ -401,11 +402,21 @@ class SsmProposer(Proposer):
             causal=True,
             positions=positions,
         )
+        built = [group.build_metadata(common, 0) for group in self.groups]
+        for metadata in built:
+            metadata.tree = None if mask is None else TreePass.of(mask, table, block_size)
+        return self.forward(tokens, positions, slot_mapping, built)
+
+    def forward(
+        self, tokens: torch.Tensor, positions: torch.Tensor, slot_mapping: torch.Tensor, built: Sequence[Any]
+    ) -> torch.Tensor:
+        """The model's pass over tokens, positions, slot_mapping [rows] int64; built: attention metadata of each group.
+
+        Returns the hidden states [rows, hidden].
+        """
         metadata = {}
-        for group in self.groups:
-            built = group.build_metadata(common, 0)
-            built.tree = None if mask is None else TreePass.of(mask, table, block_size)
-            metadata.update(dict.fromkeys(set(group.layer_names) & set(self.layer_names), built))
+        for group, mine in zip(self.groups, built, strict=True):
+            metadata.update(dict.fromkeys(set(group.layer_names) & set(self.layer_names), mine))
         slots = dict.fromkeys(self.layer_names, slot_mapping)
         with set_forward_context(metadata, self.llm_config, num_tokens=len(tokens), slot_mapping=slots):
             # vLLM's CPU kernels read raw pointers: an expanded view would send them out of bounds.
