@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,11 +17,11 @@ from specinfer_vllm.engine.device_draws import SampledDraws
 from specinfer_vllm.engine.device_requests import DeviceRequests
 from specinfer_vllm.engine.device_stats import DeviceStats
 from specinfer_vllm.engine.device_trees import DeviceTrees
-from specinfer_vllm.engine.sampling import GREEDY_BELOW
+from specinfer_vllm.engine.draft_graphs import DraftGraphs
+from specinfer_vllm.engine.draft_inputs import DraftInputs
 from specinfer_vllm.patches.speculative_config import tree_config
-from specinfer_vllm.propose.device_children import DeviceDraftSampling
 from specinfer_vllm.propose.device_recycling import DeviceRecycling
-from specinfer_vllm.propose.device_ssm import DeviceSsm, DeviceStep
+from specinfer_vllm.propose.device_ssm import DeviceSsm, DeviceStep, Drafted
 from specinfer_vllm.tree.device import DeviceDraws, DeviceNodes, best_nodes, merged, united
 from specinfer_vllm.verify.rules import RULES
 
@@ -35,7 +36,14 @@ class TreeSpeculator(DraftModelSpeculator):
     rule      one that weighs sampled draws, None = the SSMs' likeliest children are drafted
     drawn     the draws of the trees drafted last, with such a rule
     sampling_states  of vLLM's sampler, which the runner hands over
+    inputs    of the SSMs, in buffers that stay
+    states    of each SSM [max_num_reqs, hidden]: at every request's last token
+    kept      what each SSM drew in a graph
+    read_graphs, draft_graphs    None until vLLM knows whether it captures any
     """
+
+    read_graphs: DraftGraphs | None = None
+    draft_graphs: DraftGraphs | None = None
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, req_states: RequestState) -> None:
         super().__init__(vllm_config, device)
@@ -49,6 +57,9 @@ class TreeSpeculator(DraftModelSpeculator):
         self.requests = DeviceRequests(slots, self.max_model_len, self.options)
         self.ssms = [DeviceSsm(vllm_config, index) for index in range(len(self.options.ssms))]
         self.ssm_groups: list[int] = []
+        self.inputs = DraftInputs(slots, req_states.all_token_ids.gpu, self.rule)
+        self.states: dict[str, torch.Tensor] = {}
+        self.kept: dict[str, Drafted] = {}
         self.recycling = None
         if "recycling" in self.options.free_proposers:
             depth, owner = self.options.max_depth, len(self.ssms)
@@ -67,6 +78,8 @@ class TreeSpeculator(DraftModelSpeculator):
         """Load the SSMs; called once the LLM is loaded, so that memory profiling sees both."""
         for ssm in self.ssms:
             ssm.load()
+            size = self.max_num_reqs, ssm.model_config.get_hidden_size()
+            self.states[ssm.name] = torch.zeros(size, dtype=ssm.model_config.dtype, device=self.device)
         self.model = self.ssms[0].model if self.ssms else None
         self.draft_attn_layer_names = {name for ssm in self.ssms for name in ssm.layer_names}
 
@@ -75,11 +88,53 @@ class TreeSpeculator(DraftModelSpeculator):
         super().set_attn(*args, **kwargs)
         self.ssm_groups = [ssm.bind(self.attn_groups) for ssm in self.ssms]
 
+    # -- CUDA graphs ---------------------------------------------------------------------------------------------------
+
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
-        """Nothing is captured yet."""
+        """Forget all graphs, which hold the addresses of an earlier KV cache."""
+        self.kept.clear()
+        self.read_graphs = self.draft_graphs = None
+        if self.ssms:
+            self.read_graphs, self.draft_graphs = (
+                DraftGraphs(self.vllm_config, self.device, cudagraph_mode) for _ in range(2)
+            )
 
     def capture(self) -> None:
-        """Nothing is captured yet."""
+        """Capture what the SSMs do in a step that verifies trees only."""
+        if self.read_graphs is not None and self.read_graphs.needs_capture():
+            self.read_graphs.capture(self._read_longest, "SSMs' reading")
+            self.draft_graphs.capture(self._draft_and_keep, "SSMs' drafting")
+
+    def _read_longest(self, requests: int) -> None:
+        """Every SSM reads as much as a longest path, of every request."""
+        step = self._captured_step(requests)
+        for ssm, table in self._tables(requests):
+            self._read(ssm, step, table)
+
+    def _read(self, ssm: DeviceSsm, step: DeviceStep, table: torch.Tensor) -> None:
+        self.states[ssm.name][: len(step.counts)] = ssm.read(step, table)
+
+    def _draft_and_keep(self, requests: int) -> None:
+        """Every SSM drafts for all requests; the first, and largest, batch makes the buffers of what they drew."""
+        step = self._captured_step(requests)
+        for ssm, table in self._tables(requests):
+            drafted = ssm.draft(step, table, self.states[ssm.name][:requests])
+            if ssm.name not in self.kept:
+                self.kept[ssm.name] = drafted.each(torch.empty_like)
+            self.kept[ssm.name].copy_(drafted)
+
+    def _captured_step(self, requests: int) -> DeviceStep:
+        return self.inputs.step(np.full(requests, self.longest_path), self.max_model_len)
+
+    @property
+    def longest_path(self) -> int:
+        """Most rows that an SSM reads of a verified tree: its longest path, the root before and the one behind."""
+        return self.options.max_depth + 2
+
+    def _tables(self, requests: int) -> list[tuple[DeviceSsm, torch.Tensor]]:
+        """Each SSM with the block table of its KV cache group [requests, blocks] int32."""
+        tables = self.block_tables.input_block_tables
+        return [(ssm, tables[group][:requests]) for ssm, group in zip(self.ssms, self.ssm_groups, strict=True)]
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
@@ -116,15 +171,8 @@ class TreeSpeculator(DraftModelSpeculator):
             history, length = states.all_token_ids.gpu, states.total_len.gpu
             limits = self.requests.branches.gpu, self.requests.last.gpu
             draws.append(self.recycling.propose(history, length, slots, *limits))
-        failed = False
-        step = self._step(input_batch, num_sampled) if self.ssms else None
-        for ssm, group in zip(self.ssms, self.ssm_groups, strict=True):
-            try:
-                table = self.block_tables.input_block_tables[group][: len(slots)]
-                draws.append(ssm.draws(step, table))
-            except Exception:
-                self._failed(ssm, slots)
-                failed = True
+        drafted = self._draft(input_batch, num_sampled) if self.ssms else []
+        draws += [each.draws for each in drafted if each is not None]
         if not draws:
             self.trees.reset(slots)
             return torch.zeros_like(self.draft_tokens[: len(slots)])
@@ -133,17 +181,38 @@ class TreeSpeculator(DraftModelSpeculator):
         nodes = best_nodes(union, self.num_speculative_steps, depth)
         tokens = self.trees.write(slots, nodes).clamp(min=0).to(torch.int64)
         if place is not None:  # without one SSM's laws all nodes count as not sampled, which the walk takes too
-            self.drawn = None if failed else self._drawn(slots, draws, union, place, nodes)
+            self.drawn = None if None in drafted else self._drawn(slots, draws, drafted, union, place, nodes)
         return tokens
 
-    def _failed(self, ssm: DeviceSsm, slots: torch.Tensor) -> None:
-        """An SSM raised: these requests go on without it. Raises with several ranks: one would draft differently."""
+    def _draft(self, batch: Any, num_sampled: torch.Tensor) -> list[Drafted | None]:
+        """What each SSM draws for the batch's requests, None where one failed."""
+        requests = batch.num_reqs
+        step = self._step(batch, num_sampled)
+        tables = self._tables(requests)
+        if not ((step.counts == self.longest_path).all() and self.read_graphs.replay(requests)):
+            for ssm, table in tables:
+                self._attempt(ssm, self._read, ssm, step, table)
+        bounded = step.sampling is not None and step.sampling.bounded
+        if not bounded and self.draft_graphs.replay(requests):
+            return [self.kept[ssm.name].each(lambda kept: kept[:requests]) for ssm in self.ssms]
+        return [self._attempt(ssm, ssm.draft, step, table, self.states[ssm.name][:requests]) for ssm, table in tables]
+
+    def _attempt(self, ssm: DeviceSsm, part: Callable[..., Any], *args: Any) -> Any:
+        """What part(*args) of an SSM's work returns, None when it raised."""
+        try:
+            return part(*args)
+        except Exception:
+            self._failed(ssm)
+            return None
+
+    def _failed(self, ssm: DeviceSsm) -> None:
+        """An SSM raised: the batch's requests go on without it. Raises with several ranks: one would draft alone."""
         if self.vllm_config.parallel_config.tensor_parallel_size > 1:
             raise
         if not self.stats.failures[ssm.name]:
             logger.exception("SSM %r failed and is left out of this step; further failures are counted", ssm.name)
         self.stats.failures[ssm.name] += 1
-        ssm.lost[slots] = True
+        ssm.lost[self.inputs.slots] = True
 
     def _profile(self, rows: int) -> None:
         """Take the memory that a full step takes beside the LLM's pass, so that vLLM leaves it free of KV blocks.
@@ -158,12 +227,18 @@ class TreeSpeculator(DraftModelSpeculator):
         torch.empty(2, rows, vocab, dtype=torch.float32, device=self.device)  # freed at once; the peak is what counts
 
     def _drawn(
-        self, slots: torch.Tensor, draws: list[DeviceDraws], union: DeviceDraws, place: torch.Tensor, nodes: DeviceNodes
+        self,
+        slots: torch.Tensor,
+        draws: list[DeviceDraws],
+        drafted: list[Drafted],
+        union: DeviceDraws,
+        place: torch.Tensor,
+        nodes: DeviceNodes,
     ) -> SampledDraws:
         """What was sampled, by the rows of the trees as they were written."""
         requests = len(slots)
         rows = self.trees.rows_of(requests)
-        known, laws = zip(*(ssm.laws() for ssm in self.ssms), strict=True)
+        known, laws = zip(*((each.law, each.laws) for each in drafted), strict=True)
         per_request = sum(each.shape[1] for each in laws)
         law, first = [], 0
         for mine, theirs in zip(known, laws, strict=True):
@@ -186,41 +261,26 @@ class TreeSpeculator(DraftModelSpeculator):
             laws=torch.cat(laws, dim=1).flatten(0, 1),
         )
 
-    def _sampling(self, input_batch: Any) -> DeviceDraftSampling | None:
-        """How SSMs sample the children of the batch's requests; None when the rule samples none."""
-        if self.rule is None:
-            return None
-        states, slots, known = self.sampling_states, input_batch.idx_mapping, input_batch.idx_mapping_np
-        bounded = (states.top_k.np[known] != states.vocab_size).any() or (states.top_p.np[known] != 1).any()
-        temperature = states.temperature.gpu[slots]
-        return DeviceDraftSampling(
-            drafting=self.rule.drafting,
-            sampled=temperature >= GREEDY_BELOW,
-            temperature=temperature,
-            top_k=states.top_k.gpu[slots],
-            top_p=states.top_p.gpu[slots],
-            seed=states.seeds.gpu[slots],
-            bounded=bool(bounded),
-        )
-
-    def _step(self, input_batch: Any, num_sampled: torch.Tensor) -> DeviceStep:
+    def _step(self, batch: Any, num_sampled: torch.Tensor) -> DeviceStep:
         """What the LLM read, the same for all SSMs."""
-        slots, states, count = input_batch.idx_mapping, self.req_states, input_batch.num_reqs
-        read = input_batch.num_scheduled_tokens[:count].astype(np.int64)
+        slots, states, count = batch.idx_mapping, self.req_states, batch.num_reqs
+        read = batch.num_scheduled_tokens[:count].astype(np.int64)
         # Of a tree nothing is committed but its longest path, with the root in front and the next one behind.
-        drafts = input_batch.num_draft_tokens_per_req
+        drafts = batch.num_draft_tokens_per_req
         rows = read + 1
         if drafts is not None:
             longest = np.minimum(drafts, self.options.max_depth) + 2
             rows = np.where(drafts > 0, np.minimum(rows, longest), rows)
-        return DeviceStep(
-            slots=slots,
-            history=states.all_token_ids.gpu,
-            length=states.total_len.gpu[slots].long(),
-            first=(input_batch.seq_lens[:count] - input_batch.query_start_loc[: count + 1].diff()).long(),
-            counts=rows,
-            sampled=num_sampled > 0,
-            branches=self.requests.branches.gpu[slots],
-            sampling=self._sampling(input_batch),
-            max_len=int(input_batch.seq_lens_cpu_upper_bound[:count].max()) + 1,
-        )
+        first = batch.seq_lens[:count] - batch.query_start_loc[: count + 1].diff()
+        numbers = (slots, states.total_len.gpu[slots], first, self.requests.branches.gpu[slots])
+        self.inputs.write(numbers, num_sampled > 0)
+        self.inputs.write_sampling(self.sampling_states, slots)
+        max_len = int(batch.seq_lens_cpu_upper_bound[:count].max()) + 1
+        return self.inputs.step(rows, max_len, self._is_bounded(batch.idx_mapping_np))
+
+    def _is_bounded(self, slots: np.ndarray) -> bool:
+        """Whether the children of some request are sampled from a law with a top-k or a top-p."""
+        states = self.sampling_states
+        if self.rule is None:
+            return False
+        return bool((states.top_k.np[slots] != states.vocab_size).any() or (states.top_p.np[slots] != 1).any())
