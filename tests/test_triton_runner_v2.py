@@ -441,7 +441,7 @@ def accepted(llm, asked) -> tuple[list, int]:
 
 def test_attention_compaction_and_graphs_of_a_gpu_give_the_same(models, plain, gpu_parts, monkeypatch):
     """Graphs read what a step wrote where it was captured: as many nodes are accepted as without."""
-    asked, wanted = KINDS["greedy"][1::2], plain["greedy"][1::2]
+    asked, wanted = KINDS["greedy"][1::4], plain["greedy"][1::4]
     with serving(models, plain, ssms=[{"name": "llm", "expansion": [2, 1, 1]}], num_nodes=6) as llm:
         kinds = {type(each.impl).__name__ for each in runner_of(llm).compilation_config.static_forward_context.values()}
         assert kinds == {"TreeTritonAttentionImpl"}
@@ -449,7 +449,7 @@ def test_attention_compaction_and_graphs_of_a_gpu_give_the_same(models, plain, g
         stats = tree_stats(llm)
         assert eager == (wanted, stats["accepted"])
         assert stats["accepted"] > 0.6 * DEPTH * stats["drafted_steps"]
-        captured = graphs.capture(runner_of(llm), sizes=[1, 4])
+        captured = graphs.capture(runner_of(llm), sizes=[4])
         assert accepted(llm, asked) == eager
         assert all(each.replays for each in captured)
         # The control: a step's values stand where no graph looks for them.
@@ -471,7 +471,7 @@ def test_graphs_draw_what_is_drawn_without(models, plain, gpu_parts):
     """A rule that weighs sampled draws: a request with a top-p is drafted without graphs."""
     sampling = [{"temperature": 0.9}, {"temperature": 0}, {"temperature": 0.7}]
     asked = [
-        (prompt, SamplingParams(max_tokens=6, seed=seed, ignore_eos=True, detokenize=False, **each))
+        (prompt, SamplingParams(max_tokens=4, seed=seed, ignore_eos=True, detokenize=False, **each))
         for seed, (prompt, each) in enumerate(zip(prompts()[:2] * 2, [*sampling, {"top_p": 0.7}], strict=True))
     ]
     with serving(models, plain, verifier="mss", ssms=[{"name": "ssm", "expansion": [2, 1]}], num_nodes=4) as llm:

@@ -47,13 +47,12 @@ class DraftInputs:
         return self.numbers[0, : self.count]
 
     def write(self, numbers: tuple[torch.Tensor, ...], sampled: torch.Tensor) -> None:
-        """Of requests in front, each [requests]. Those behind have no tokens: they read nothing and draw nothing."""
+        """Of requests in front, each [requests] int32. Those behind have no tokens: they read and draw nothing."""
         self.count = requests = len(sampled)
-        for row, values in zip(self.numbers, numbers, strict=True):
-            row[:requests] = values
-        self.numbers[:, requests:] = 0
+        self.numbers.zero_()
+        self.numbers[:, :requests] = torch.stack(numbers)
+        self.sampled.zero_()
         self.sampled[:requests] = sampled
-        self.sampled[requests:] = False
 
     def write_sampling(self, states: Any, slots: torch.Tensor) -> None:
         """How children are sampled, by the slots [requests] int64 of vLLM's SamplingStates."""

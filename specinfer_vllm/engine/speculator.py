@@ -272,7 +272,7 @@ class TreeSpeculator(DraftModelSpeculator):
             longest = np.minimum(drafts, self.options.max_depth) + 2
             rows = np.where(drafts > 0, np.minimum(rows, longest), rows)
         first = batch.seq_lens[:count] - batch.query_start_loc[: count + 1].diff()
-        numbers = (slots, states.total_len.gpu[slots], first, self.requests.branches.gpu[slots])
+        numbers = (slots.int(), states.total_len.gpu[slots], first, self.requests.branches.gpu[slots])
         self.inputs.write(numbers, num_sampled > 0)
         self.inputs.write_sampling(self.sampling_states, slots)
         max_len = int(batch.seq_lens_cpu_upper_bound[:count].max()) + 1
