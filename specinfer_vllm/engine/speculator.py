@@ -12,10 +12,12 @@ from vllm.config import VllmConfig
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm.v1.worker.gpu.states import RequestState
 
+from specinfer_vllm.config import ONE_PER_RANK
 from specinfer_vllm.engine.device_draws import SampledDraws
 from specinfer_vllm.engine.device_requests import DeviceRequests
 from specinfer_vllm.engine.device_stats import DeviceStats
 from specinfer_vllm.engine.device_trees import DeviceTrees
+from specinfer_vllm.engine.draft_exchange import DraftExchange, Drafts
 from specinfer_vllm.engine.sampling import GREEDY_BELOW
 from specinfer_vllm.patches.speculative_config import tree_config
 from specinfer_vllm.propose.device_children import DeviceDraftSampling
@@ -34,6 +36,8 @@ class TreeSpeculator(DraftModelSpeculator):
     requests  limits of the slots' trees
     rule      one that weighs sampled draws, None = the SSMs' likeliest children are drafted
     drawn     the draws of the trees drafted last, with such a rule
+    ssms      all SSMs; placed: those whose weights are on this rank
+    exchange  of what the ranks draft, when each has SSMs of its own; shared: what it brought last, of all SSMs
     sampling_states  of vLLM's sampler, which the runner hands over
     """
 
@@ -48,6 +52,10 @@ class TreeSpeculator(DraftModelSpeculator):
         self.trees = DeviceTrees(slots, nodes, slots, device)
         self.requests = DeviceRequests(slots, self.max_model_len, self.options)
         self.ssms = [DeviceSsm(vllm_config, index) for index in range(len(self.options.ssms))]
+        is_spread = self.options.ssm_placement == ONE_PER_RANK and any(ssm.is_whole for ssm in self.ssms)
+        self.exchange = DraftExchange.of(self.ssms, self.options) if is_spread else None
+        self.placed = self.ssms if self.exchange is None else [self.ssms[index] for index in self.exchange.mine]
+        self.shared: list[Drafts] = []
         self.ssm_groups: list[int] = []
         self.recycling = None
         if "recycling" in self.options.free_proposers:
@@ -65,15 +73,15 @@ class TreeSpeculator(DraftModelSpeculator):
 
     def load_model(self, target_model: torch.nn.Module) -> None:
         """Load the SSMs; called once the LLM is loaded, so that memory profiling sees both."""
-        for ssm in self.ssms:
+        for ssm in self.placed:
             ssm.load()
-        self.model = self.ssms[0].model if self.ssms else None
-        self.draft_attn_layer_names = {name for ssm in self.ssms for name in ssm.layer_names}
+        self.model = self.placed[0].model if self.placed else None
+        self.draft_attn_layer_names = {name for ssm in self.placed for name in ssm.layer_names}
 
     def set_attn(self, *args: Any, **kwargs: Any) -> None:
         """As upstream; the SSMs' layers are in the cache now."""
         super().set_attn(*args, **kwargs)
-        self.ssm_groups = [ssm.bind(self.attn_groups) for ssm in self.ssms]
+        self.ssm_groups = [ssm.bind(self.attn_groups) for ssm in self.placed]
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
         """Nothing is captured yet."""
@@ -117,14 +125,16 @@ class TreeSpeculator(DraftModelSpeculator):
             limits = self.requests.branches.gpu, self.requests.last.gpu
             draws.append(self.recycling.propose(history, length, slots, *limits))
         failed = False
-        step = self._step(input_batch, num_sampled) if self.ssms else None
-        for ssm, group in zip(self.ssms, self.ssm_groups, strict=True):
+        step = self._step(input_batch, num_sampled) if self.placed else None
+        for ssm, group in zip(self.placed, self.ssm_groups, strict=True):
             try:
                 table = self.block_tables.input_block_tables[group][: len(slots)]
                 draws.append(ssm.draws(step, table))
             except Exception:
                 self._failed(ssm, slots)
                 failed = True
+        if self.exchange is not None:
+            draws = self._exchanged(draws, len(slots))
         if not draws:
             self.trees.reset(slots)
             return torch.zeros_like(self.draft_tokens[: len(slots)])
@@ -135,6 +145,20 @@ class TreeSpeculator(DraftModelSpeculator):
         if place is not None:  # without one SSM's laws all nodes count as not sampled, which the walk takes too
             self.drawn = None if failed else self._drawn(slots, draws, union, place, nodes)
         return tokens
+
+    def _exchanged(self, draws: list[DeviceDraws], requests: int) -> list[DeviceDraws]:
+        """The draws of all SSMs in the place of those made here, which stand last."""
+        first = len(draws) - len(self.placed)
+        laws = [(None, None) if self.rule is None else ssm.narrow_laws() for ssm in self.placed]
+        drafts = [Drafts(mine, *law) for mine, law in zip(draws[first:], laws, strict=True)]
+        self.shared = self.exchange.share(drafts, requests, self.device)
+        return [*draws[:first], *(each.draws for each in self.shared)]
+
+    def _laws(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """What every SSM's draws were sampled from, as DeviceSsm.laws gives it."""
+        if self.exchange is None:
+            return [ssm.laws() for ssm in self.ssms]
+        return [(each.law, ssm.widened(each.laws)) for ssm, each in zip(self.ssms, self.shared, strict=True)]
 
     def _failed(self, ssm: DeviceSsm, slots: torch.Tensor) -> None:
         """An SSM raised: these requests go on without it. Raises with several ranks: one would draft differently."""
@@ -151,7 +175,9 @@ class TreeSpeculator(DraftModelSpeculator):
         The SSMs' passes; and laws of every row of as many trees as a step can verify: vLLM's own dummy run has one row
         per request.
         """
-        for ssm in self.ssms:
+        if self.exchange is not None:
+            self.exchange.reserve(self.max_num_reqs, self.device)
+        for ssm in self.placed:
             ssm.logits(ssm.warm_up(rows)[: self.max_num_reqs * ssm.options.width])
         rows = min(self.max_num_reqs * self.trees.rows, self.max_num_tokens)
         vocab = self.vllm_config.model_config.get_vocab_size()
@@ -163,7 +189,7 @@ class TreeSpeculator(DraftModelSpeculator):
         """What was sampled, by the rows of the trees as they were written."""
         requests = len(slots)
         rows = self.trees.rows_of(requests)
-        known, laws = zip(*(ssm.laws() for ssm in self.ssms), strict=True)
+        known, laws = zip(*self._laws(), strict=True)
         per_request = sum(each.shape[1] for each in laws)
         law, first = [], 0
         for mine, theirs in zip(known, laws, strict=True):

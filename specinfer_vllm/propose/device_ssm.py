@@ -17,6 +17,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from specinfer_vllm.attention.tree_batch import TreeBatch
 from specinfer_vllm.patches.speculative_config import tree_config
+from specinfer_vllm.propose.children import over_vocabulary
 from specinfer_vllm.propose.device_children import DeviceChildSampler, DeviceDraftSampling
 from specinfer_vllm.propose.ssm import Level, SsmProposer, pack_bits
 from specinfer_vllm.tree.device import DeviceDraws, child_path
@@ -107,6 +108,8 @@ class DeviceSsm(SsmProposer):
         self.ranks: dict[int, torch.Tensor] = {}
         tree = tree_config(self.llm_config).tree
         self.num_draws = tree.max_nodes // len(tree.ssms)  # of a sampled request
+        narrow = self.draft_vocab
+        self.draft_ids = None if narrow is None else torch.from_numpy(narrow).to(self.device)
         self.rows: dict[tuple[int, int], LevelRows] = {}
 
     def draws(self, step: DeviceStep, table: torch.Tensor) -> DeviceDraws:
@@ -286,5 +289,18 @@ class DeviceSsm(SsmProposer):
 
         [requests, draws] int64, [requests, laws, vocab] float32
         """
-        laws = self.sampler.laws(self.llm_config.model_config.get_vocab_size())
-        return torch.cat([level.law for level in self.levels_drawn], dim=1), laws
+        law, laws = self.narrow_laws()
+        return law, self.widened(laws)
+
+    def narrow_laws(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `laws`, over the tokens alone that this SSM drafts: [requests, laws, num_law_tokens]."""
+        return torch.cat([level.law for level in self.levels_drawn], dim=1), torch.cat(self.sampler.kept, dim=1)
+
+    def widened(self, laws: torch.Tensor) -> torch.Tensor:
+        """Narrow laws of this SSM, which need not be loaded here, over the whole vocabulary."""
+        return over_vocabulary(laws, self.draft_ids, self.llm_config.model_config.get_vocab_size())
+
+    @property
+    def num_law_tokens(self) -> int:
+        """Tokens that it may draft."""
+        return self.num_tokens if self.draft_ids is None else len(self.draft_ids)
