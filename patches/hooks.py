@@ -16,6 +16,7 @@ from specinfer_vllm.patches import (
     engine_args,
     logits_processors,
     speculator,
+    tensor_parallel,
     triton_attention,
 )
 from specinfer_vllm.patches.patch import Hook, Patch
@@ -103,6 +104,7 @@ LAUNCH: tuple[Hook, ...] = (
 
 RUNNER: tuple[Hook, ...] = (
     cpu_worker.RUNNER,
+    *tensor_parallel.HOOKS,
     logits_processors.TreeLoadsEveryProcessor.target,
     Hook(
         "vllm.v1.sample.sampler",
@@ -166,6 +168,7 @@ RUNNER: tuple[Hook, ...] = (
 
 RUNNER_V2: tuple[Hook, ...] = (
     speculator.SPECULATOR,
+    *tensor_parallel.HOOKS,
     *triton_attention.HOOKS,
     Hook(V2_RUNNER, "GPUModelRunner.load_model", ("self", "load_dummy_weights", "*"), "trees are walked, not rejected"),
     Hook(V2_RUNNER, "GPUModelRunner.add_requests", ("self", "scheduler_output"), "a new request finds a blank tree"),

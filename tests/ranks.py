@@ -64,6 +64,19 @@ class Rank:
         steps.clear()
         return taken
 
+    def ssms_held(self) -> tuple[list[int], set[str]]:
+        """Indices of the SSMs whose weights this rank has, and whose layers have K/V here, by their names."""
+        runner = self.model_runner
+        ssms = runner.speculator.ssms if self.use_v2_model_runner else runner.drafter.ssms
+        layers = {name for group in runner.kv_cache_config.kv_cache_groups for name in group.layer_names}
+        named = {name.split(".")[0] for name in layers if name.startswith("ssm")}
+        return [ssm.index for ssm in ssms if hasattr(ssm, "model")], named
+
+    def deafen(self) -> None:
+        """From now on this rank takes its own drafts for those of every other one."""
+        exchange = self.model_runner.speculator.exchange
+        exchange.gather = lambda words: words.repeat(exchange.ranks)
+
     def disturb(self, rank: int, texts: dict[str, list[int]]) -> None:
         """Once this rank holds a tree of which nothing will be accepted, change a token in it.
 
@@ -129,7 +142,7 @@ def engine(model: Any, **options: Any) -> Iterator[Any]:
     """An engine with two ranks."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(multiproc_executor, "get_mp_context", lambda: multiprocessing.get_context("fork"))
-        for name in ("execute_model", "sample_tokens", "take_decisions", "disturb"):
+        for name in ("execute_model", "sample_tokens", "take_decisions", "ssms_held", "deafen", "disturb"):
             patch.setattr(TreeCPUWorker, name, getattr(Rank, name), raising=False)
         with engines.engine(model, tensor_parallel_size=RANKS, **options) as llm:
             yield llm

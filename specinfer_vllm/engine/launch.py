@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from specinfer_vllm.config import WHERE, TreeOptionError, TreeOptions
+from specinfer_vllm.config import ONE_PER_RANK, WHERE, TreeOptionError, TreeOptions
 from specinfer_vllm.engine.vocabulary import check_ssm
 from specinfer_vllm.patches import hooks, triton_attention
 from specinfer_vllm.patches.patch import HookMissing
@@ -116,6 +116,7 @@ def prepare(args: Any, options: TreeOptions) -> None:
         refuse_verifier(options)
     else:
         refuse(ARGUMENTS_V1, args)
+        refuse_placement(options, args.tensor_parallel_size)
     for name, ours in chosen().items():
         given = getattr(args, name)
         if given not in (CHOSEN[name], ours):
@@ -138,6 +139,14 @@ def refuse(refusals: Iterable[Refusal], owner: Any) -> None:
     """Raise TreeOptionError for the first setting of the owner that is in the way."""
     for each in refusals:
         each.check(owner)
+
+
+def refuse_placement(options: TreeOptions, ranks: int) -> None:
+    """Raise TreeOptionError for a placement of SSMs that the V1 runner does not have."""
+    if options.ssm_placement == ONE_PER_RANK and ranks > 1:
+        raise TreeOptionError(
+            f"{WHERE}.ssm_placement: {ONE_PER_RANK!r} does not run on vLLM's V1 runner; use 'replicated' or 'sharded'"
+        )
 
 
 def refuse_device() -> None:

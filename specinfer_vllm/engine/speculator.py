@@ -13,10 +13,12 @@ from vllm.config import VllmConfig
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm.v1.worker.gpu.states import RequestState
 
+from specinfer_vllm.config import ONE_PER_RANK
 from specinfer_vllm.engine.device_draws import SampledDraws
 from specinfer_vllm.engine.device_requests import DeviceRequests
 from specinfer_vllm.engine.device_stats import DeviceStats
 from specinfer_vllm.engine.device_trees import DeviceTrees
+from specinfer_vllm.engine.draft_exchange import DraftExchange
 from specinfer_vllm.engine.draft_graphs import DraftGraphs
 from specinfer_vllm.engine.draft_inputs import DraftInputs
 from specinfer_vllm.patches.speculative_config import tree_config
@@ -35,6 +37,8 @@ class TreeSpeculator(DraftModelSpeculator):
     requests  limits of the slots' trees
     rule      one that weighs sampled draws, None = the SSMs' likeliest children are drafted
     drawn     the draws of the trees drafted last, with such a rule
+    ssms      all SSMs; placed: those whose weights are on this rank
+    exchange  of what the ranks draft, when each has SSMs of its own
     sampling_states  of vLLM's sampler, which the runner hands over
     inputs    of the SSMs, in buffers that stay
     states    of each SSM [max_num_reqs, hidden]: at every request's last token
@@ -56,6 +60,9 @@ class TreeSpeculator(DraftModelSpeculator):
         self.trees = DeviceTrees(slots, nodes, slots, device)
         self.requests = DeviceRequests(slots, self.max_model_len, self.options)
         self.ssms = [DeviceSsm(vllm_config, index) for index in range(len(self.options.ssms))]
+        is_spread = self.options.ssm_placement == ONE_PER_RANK and any(ssm.is_whole for ssm in self.ssms)
+        self.exchange = DraftExchange.of(self.ssms, self.options) if is_spread else None
+        self.placed = self.ssms if self.exchange is None else [self.ssms[index] for index in self.exchange.mine]
         self.ssm_groups: list[int] = []
         self.inputs = DraftInputs(slots, req_states.all_token_ids.gpu, self.rule)
         self.states: dict[str, torch.Tensor] = {}
@@ -76,17 +83,17 @@ class TreeSpeculator(DraftModelSpeculator):
 
     def load_model(self, target_model: torch.nn.Module) -> None:
         """Load the SSMs; called once the LLM is loaded, so that memory profiling sees both."""
-        for ssm in self.ssms:
+        for ssm in self.placed:
             ssm.load()
             size = self.max_num_reqs, ssm.model_config.get_hidden_size()
             self.states[ssm.name] = torch.zeros(size, dtype=ssm.model_config.dtype, device=self.device)
-        self.model = self.ssms[0].model if self.ssms else None
-        self.draft_attn_layer_names = {name for ssm in self.ssms for name in ssm.layer_names}
+        self.model = self.placed[0].model if self.placed else None
+        self.draft_attn_layer_names = {name for ssm in self.placed for name in ssm.layer_names}
 
     def set_attn(self, *args: Any, **kwargs: Any) -> None:
         """As upstream; the SSMs' layers are in the cache now."""
         super().set_attn(*args, **kwargs)
-        self.ssm_groups = [ssm.bind(self.attn_groups) for ssm in self.ssms]
+        self.ssm_groups = [ssm.bind(self.attn_groups) for ssm in self.placed]
 
     # -- CUDA graphs ---------------------------------------------------------------------------------------------------
 
@@ -94,7 +101,7 @@ class TreeSpeculator(DraftModelSpeculator):
         """Forget all graphs, which hold the addresses of an earlier KV cache."""
         self.kept.clear()
         self.read_graphs = self.draft_graphs = None
-        if self.ssms:
+        if self.ssms:  # on every rank, with or without one of its own: capturing exchanges addresses between ranks
             self.read_graphs, self.draft_graphs = (
                 DraftGraphs(self.vllm_config, self.device, cudagraph_mode) for _ in range(2)
             )
@@ -134,7 +141,7 @@ class TreeSpeculator(DraftModelSpeculator):
     def _tables(self, requests: int) -> list[tuple[DeviceSsm, torch.Tensor]]:
         """Each SSM with the block table of its KV cache group [requests, blocks] int32."""
         tables = self.block_tables.input_block_tables
-        return [(ssm, tables[group][:requests]) for ssm, group in zip(self.ssms, self.ssm_groups, strict=True)]
+        return [(ssm, tables[group][:requests]) for ssm, group in zip(self.placed, self.ssm_groups, strict=True)]
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
@@ -171,7 +178,9 @@ class TreeSpeculator(DraftModelSpeculator):
             history, length = states.all_token_ids.gpu, states.total_len.gpu
             limits = self.requests.branches.gpu, self.requests.last.gpu
             draws.append(self.recycling.propose(history, length, slots, *limits))
-        drafted = self._draft(input_batch, num_sampled) if self.ssms else []
+        drafted = self._draft(input_batch, num_sampled) if self.placed else []
+        if self.exchange is not None:
+            drafted = self.exchange.share(drafted, len(slots), self.device)
         draws += [each.draws for each in drafted if each is not None]
         if not draws:
             self.trees.reset(slots)
@@ -185,7 +194,7 @@ class TreeSpeculator(DraftModelSpeculator):
         return tokens
 
     def _draft(self, batch: Any, num_sampled: torch.Tensor) -> list[Drafted | None]:
-        """What each SSM draws for the batch's requests, None where one failed."""
+        """What each SSM of this rank draws for the batch's requests, None where one failed."""
         requests = batch.num_reqs
         step = self._step(batch, num_sampled)
         tables = self._tables(requests)
@@ -194,7 +203,7 @@ class TreeSpeculator(DraftModelSpeculator):
                 self._attempt(ssm, self._read, ssm, step, table)
         bounded = step.sampling is not None and step.sampling.bounded
         if not bounded and self.draft_graphs.replay(requests):
-            return [self.kept[ssm.name].each(lambda kept: kept[:requests]) for ssm in self.ssms]
+            return [self.kept[ssm.name].each(lambda kept: kept[:requests]) for ssm in self.placed]
         return [self._attempt(ssm, ssm.draft, step, table, self.states[ssm.name][:requests]) for ssm, table in tables]
 
     def _attempt(self, ssm: DeviceSsm, part: Callable[..., Any], *args: Any) -> Any:
@@ -220,7 +229,9 @@ class TreeSpeculator(DraftModelSpeculator):
         The SSMs' passes; and laws of every row of as many trees as a step can verify: vLLM's own dummy run has one row
         per request.
         """
-        for ssm in self.ssms:
+        if self.exchange is not None:
+            self.exchange.reserve(self.max_num_reqs, self.device)
+        for ssm in self.placed:
             ssm.logits(ssm.warm_up(rows)[: self.max_num_reqs * ssm.options.width])
         rows = min(self.max_num_reqs * self.trees.rows, self.max_num_tokens)
         vocab = self.vllm_config.model_config.get_vocab_size()
@@ -238,7 +249,8 @@ class TreeSpeculator(DraftModelSpeculator):
         """What was sampled, by the rows of the trees as they were written."""
         requests = len(slots)
         rows = self.trees.rows_of(requests)
-        known, laws = zip(*((each.law, each.laws) for each in drafted), strict=True)
+        known = [each.law for each in drafted]
+        laws = [ssm.widened(each.laws) for ssm, each in zip(self.ssms, drafted, strict=True)]
         per_request = sum(each.shape[1] for each in laws)
         law, first = [], 0
         for mine, theirs in zip(known, laws, strict=True):

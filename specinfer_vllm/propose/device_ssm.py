@@ -8,7 +8,7 @@ slot to write to and nobody reads their states. So the host never asks the devic
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from specinfer_vllm.attention.tree_batch import TreeBatch
 from specinfer_vllm.patches.speculative_config import tree_config
+from specinfer_vllm.propose.children import over_vocabulary
 from specinfer_vllm.propose.device_children import DeviceChildSampler, DeviceDraftSampling
 from specinfer_vllm.propose.ssm import Level, SsmProposer, pack_bits
 from specinfer_vllm.tree.device import DeviceDraws, child_path
@@ -124,7 +125,7 @@ class Drafted:
     """What one SSM drew, and what it drew from.
 
     law   [requests, draws] int64             row of the request's laws, -1 = not sampled; None without `laws`
-    laws  [requests, laws, vocab] float32     None when the rule samples no children
+    laws  [requests, laws, tokens] float32    over the tokens that the SSM drafts; None when the rule samples none
     """
 
     draws: DeviceDraws
@@ -166,6 +167,8 @@ class DeviceSsm(SsmProposer):
         self.num_draws = tree.max_nodes // len(tree.ssms)  # of a sampled request
         self.max_path = tree.max_depth + 2  # the root before it, and the one behind
         self.path_rows: dict[int, ReadRows] = {}
+        narrow = self.draft_vocab
+        self.draft_ids = None if narrow is None else torch.from_numpy(narrow).to(self.device)
         self.rows: dict[tuple[int, int], LevelRows] = {}
 
     def draft(self, step: DeviceStep, table: torch.Tensor, states: torch.Tensor) -> Drafted:
@@ -184,9 +187,11 @@ class DeviceSsm(SsmProposer):
         ids = None if self.head is None else self.head.ids
         self.sampler = DeviceChildSampler(step.sampling, step.length, self.index, ids)
         levels = self.levels(states, torch.arange(requests, device=self.device), root, self.depth)
-        laws = self.sampler.laws(self.llm_config.model_config.get_vocab_size())
-        law = None if laws is None else torch.cat([level.law for level in levels], dim=1)
-        return Drafted(self.as_draws(levels), law, laws)
+        drafted = Drafted(self.as_draws(levels))
+        if step.sampling is None:
+            return drafted
+        law = torch.cat([level.law for level in levels], dim=1)
+        return replace(drafted, law=law, laws=torch.cat(self.sampler.kept, dim=1))
 
     @property
     def block_size(self) -> int:
@@ -350,3 +355,12 @@ class DeviceSsm(SsmProposer):
         twin = torch.cat([level.twin for level in levels], dim=1)
         is_first = twin == torch.arange(1, twin.shape[1] + 1, device=self.device)
         return torch.where(sampled, held, score), owner * is_first
+
+    def widened(self, laws: torch.Tensor) -> torch.Tensor:
+        """Laws of this SSM's draws, which need not be loaded here, over the whole vocabulary."""
+        return over_vocabulary(laws, self.draft_ids, self.llm_config.model_config.get_vocab_size())
+
+    @property
+    def num_law_tokens(self) -> int:
+        """Tokens that it may draft."""
+        return self.num_tokens if self.draft_ids is None else len(self.draft_ids)
