@@ -65,8 +65,10 @@ class TreeSpeculativeConfig(SpeculativeConfig):
         return 1 + self.tree.max_ssm_slots if self.tree.ssms else 0
 
     def use_ngram(self) -> bool:
-        """Whether the V2 runner keeps committed tokens in device memory, for someone who scans them: recycling does."""
-        return self.method == V2_METHOD and "recycling" in self.tree.free_proposers
+        """Whether the V2 runner keeps committed tokens in device memory, for someone who scans them: draft-free
+        proposers do.
+        """
+        return self.method == V2_METHOD and bool(self.tree.free_proposers)
 
     def compute_hash(self) -> str:
         """Distinguishes compiled graphs: SSMs are compiled beside the LLM."""

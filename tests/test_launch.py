@@ -245,7 +245,6 @@ def runner_v2(monkeypatch):
             {"ssms": ["{ssm}"], "verifier": "traversal"},
             "verifier: 'traversal' does not run on vLLM's V2 runner yet; use one of auto",
         ),
-        ({"proposers": ["ngram"]}, r"proposers: 'ngram' does not run on vLLM's V2 runner yet; use \['recycling'\]"),
         ({"batch_nodes": 64}, "batch_nodes: 64 is not served by vLLM's V2 runner; its trees have num_nodes nodes"),
         ({"row_cost": 0.1}, "row_cost: 0.1 is not served by vLLM's V2 runner; .*; leave it out, and set num_nodes"),
         ({"share_recycling": True}, "share_recycling: True is not served by vLLM's V2 runner; leave it out"),
@@ -260,11 +259,11 @@ def test_what_the_v2_runner_does_not_serve_is_refused(configure, runner_v2, ssm_
 
 
 def test_the_v2_runner_is_prepared_for(configure, runner_v2):
-    config = configure({"num_nodes": 5})
+    config = configure({"num_nodes": 5, "proposers": ["ngram", "recycling"]})
     assert config.speculative_config.method == "draft_model"
     assert config.use_v2_model_runner
     assert config.num_lookahead_tokens >= 5
-    assert config.speculative_config.use_ngram()  # recycling scans the tokens, on the device
+    assert config.speculative_config.use_ngram()  # draft-free proposers scan the tokens, on the device
 
 
 def test_a_runner_that_vllm_takes_on_its_own_is_refused(configure, monkeypatch):

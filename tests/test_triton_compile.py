@@ -335,11 +335,15 @@ def test_the_walk_along_chosen_tokens_compiles_without_spills(chip, monkeypatch,
     check(recorder, chip, tmp_path, capsys, "8 nodes")
 
 
-@pytest.mark.parametrize("chip", ["sm_80", "sm_90", "sm_100", "gfx942"])
-@pytest.mark.parametrize("nodes", [1, 8, 64, 300, 1024])
-def test_recycling_compiles_without_spills(nodes, chip, monkeypatch, tmp_path, capsys):
-    """Up to the most nodes that config.py allows: the candidates stay in registers, as does the window."""
-    (recorder,) = record(monkeypatch, recycle, "_recycle")
+def launch_ngram(nodes):
+    """Call its face on tensors without storage."""
+    slots, weight, out = 65, floats(recycle.CONTEXT), recycle.Grown.empty(8, nodes, "meta")
+    slot = meta(8, dtype=torch.int64)
+    recycle.ngram(meta(slots, 8192), meta(slots), slot, meta(slots), meta(slots), weight, max_depth=8, out=out)
+
+
+def launch_recycling(nodes, primer=None):
+    """As launch_ngram."""
     slots, ring, width = 65, recycle.WINDOW, 8
     recycle.recycle(
         meta(slots, 8192),
@@ -353,8 +357,34 @@ def test_recycling_compiles_without_spills(nodes, chip, monkeypatch, tmp_path, c
         floats(recycle.CONTEXT),
         max_depth=8,
         out=recycle.Grown.empty(8, nodes, "meta"),
+        primer=primer,
     )
-    check(recorder, chip, tmp_path, capsys, f"{nodes} nodes")
+
+
+def launch_primed(nodes):
+    """Recycling with a primer of 40,000 contexts, as launch_ngram."""
+    rows, width = 40_000, 8
+    table = meta(65_537), meta(rows, dtype=torch.int64), meta(rows, width), floats(rows, width), floats(rows)
+    launch_recycling(nodes, recycle.Primer(*table))
+
+
+DRAFT_FREE = {"recycling": launch_recycling, "primed": launch_primed, "ngram": launch_ngram}
+
+
+@pytest.mark.parametrize("chip", ["sm_80", "sm_90", "sm_100", "gfx942"])
+@pytest.mark.parametrize(
+    ("kind", "nodes"),
+    [
+        *(("recycling", nodes) for nodes in (1, 8, 64, 300, 1024)),
+        *(("primed", nodes) for nodes in (8, 1024)),
+        *(("ngram", nodes) for nodes in (8, 1024)),
+    ],
+)
+def test_draft_free_trees_compile_without_spills(kind, nodes, chip, monkeypatch, tmp_path, capsys):
+    """Up to the most nodes that config.py allows: the candidates stay in registers, as does the window."""
+    (recorder,) = record(monkeypatch, recycle, "_grow")
+    DRAFT_FREE[kind](nodes)
+    check(recorder, chip, tmp_path, capsys, f"{kind} {nodes} nodes")
 
 
 @pytest.mark.parametrize(("rows", "group"), [(1, 8), (16, 4), (64, 1), (8, 8)])

@@ -10,13 +10,27 @@ import torch
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("runs in a process with TRITON_INTERPRET=1, see test_triton_interpreter.py", allow_module_level=True)
 
+from specinfer_vllm.propose.device_ngram import DeviceNgram  # noqa: E402
 from specinfer_vllm.propose.device_recycling import DeviceRecycling  # noqa: E402
+from specinfer_vllm.propose.ngram import NgramProposer  # noqa: E402
+from specinfer_vllm.propose.proposer import DraftBatch  # noqa: E402
+from specinfer_vllm.propose.votes import Weights  # noqa: E402
 from specinfer_vllm.tree.device import child_path  # noqa: E402
 from specinfer_vllm.triton_kernels import recycle as kernel_module  # noqa: E402
-from specinfer_vllm.triton_kernels.recycle import CONTEXT, TRUST, WINDOW, Grown, recycle  # noqa: E402
+from specinfer_vllm.triton_kernels.recycle import (  # noqa: E402
+    CONTEXT,
+    NGRAM_WEIGHTS,
+    PLACES,
+    WEIGHTS,
+    WINDOW,
+    Grown,
+    ngram,
+    recycle,
+)
 from specinfer_vllm.triton_kernels.reference import recycle as reference  # noqa: E402
 
 POISON = 2**31 - 7
+TRUST = [weight / (1 + weight) for weight in WEIGHTS]  # chance of a place's only successor
 FIELDS = ("tokens", "parent", "score", "depth", "path")
 CLOSE = 1e-5  # scores closer than this may be ordered either way
 
@@ -52,7 +66,7 @@ def case(seed, slots=7, max_len=60, ring=32, width=8, vocab=6, recorded=0.7, len
         "chances": torch.from_numpy(chances),
         "branches": torch.from_numpy(rng.choice([1, 2, width, 64], slots).astype(np.int32)),
         "last": torch.full((slots,), max_len + 20, dtype=torch.int32),
-        "trust": torch.tensor(TRUST, dtype=torch.float32),
+        "weight": torch.tensor(WEIGHTS, dtype=torch.float32),
         "max_depth": 8,
     }
     return given
@@ -320,7 +334,7 @@ def test_no_request_at_all():
     assert recycle(**given, out=out) is out and (out.tokens == 7).all()
 
 
-@pytest.mark.parametrize("name", ["history", "length", "place", "successors", "chances", "branches", "last", "trust"])
+@pytest.mark.parametrize("name", ["history", "length", "place", "successors", "chances", "branches", "last", "weight"])
 def test_every_input_matters(name):
     """Negative control: one tensor changed, and the reference finds other trees."""
     given = case(4, vocab=4)
@@ -330,7 +344,7 @@ def test_every_input_matters(name):
         "chances": given["chances"] / 2,
         "branches": given["last"] * 0 + 1,
     }
-    changed |= {"last": given["length"] + 2, "trust": given["trust"].flip(0)}
+    changed |= {"last": given["length"] + 2, "weight": given["weight"].flip(0)}
     made, _, clear = both(given, 8)
     expected = reference.recycle(**(given | {name: changed[name].contiguous()}), out=sevens(7, 8))
     with pytest.raises(AssertionError):
@@ -339,7 +353,7 @@ def test_every_input_matters(name):
 
 def test_what_was_observed_is_proposed():
     """DeviceRecycling: rows go to their own slot, places that do not count to nobody, a reset forgets a slot."""
-    recycling = DeviceRecycling(slots=3, max_len=10, nodes=4, max_depth=8, owner=2, device="cpu")
+    recycling = DeviceRecycling(slots=3, max_len=10, nodes=4, max_depth=8, owner=2, vocab_size=200, device="cpu")
     history = torch.zeros(3, 10, dtype=torch.int32)
     history[:, :4] = torch.tensor([5, 6, 7, 5])
     length, last = torch.full((3,), 4, dtype=torch.int32), torch.full((3,), 10, dtype=torch.int32)
@@ -358,6 +372,114 @@ def test_what_was_observed_is_proposed():
     assert recycling.propose(history, length, torch.tensor([2]), branches, last).token.tolist() == [[6, 7, 5, 6]]
 
 
+# -- the text alone ----------------------------------------------------------------------------------------------------
+
+ROWS = ("place", "successors", "chances")
+
+
+def text_case(seed, **shape):
+    """Arguments of ngram, as case."""
+    given = case(seed, **shape) | {"weight": torch.tensor(NGRAM_WEIGHTS, dtype=torch.float32)}
+    return {name: value for name, value in given.items() if name not in ROWS}
+
+
+def both_ngrams(given, nodes):
+    """As both."""
+    requests = len(given["slot"])
+    margin = torch.empty(requests, dtype=torch.float64)
+    expected = reference.ngram(**given, out=sevens(requests, nodes), margin=margin)
+    return ngram(**given, out=sevens(requests, nodes)), expected, margin > CLOSE
+
+
+@pytest.mark.parametrize(
+    ("shape", "nodes"),
+    [({"slots": 5}, 8), ({"max_len": 5, "vocab": 2}, 4), ({"max_len": 1}, 1), ({"vocab": 12, "slots": 3}, 19)],
+)
+def test_ngram_grows_like_its_reference(shape, nodes):
+    made, expected, clear = both_ngrams(text_case(3, **shape), nodes)
+    check_equal(made, expected, clear)
+    assert clear.float().mean() >= 0.3 and (made.tokens[:-1] >= 0).any() == (shape.get("max_len") != 1)
+
+
+def ngram_tree(text, nodes=8, **changes):
+    """{path: score} of the only request, the same from kernel and reference."""
+    given = hand(text, **changes) | {"weight": torch.tensor(NGRAM_WEIGHTS, dtype=torch.float32)}
+    made, expected, _ = both_ngrams({name: value for name, value in given.items() if name not in ROWS}, nodes)
+    check_equal(made, expected, torch.tensor([True]))
+    return paths(made, 0)
+
+
+def test_every_place_votes():
+    one, two = NGRAM_WEIGHTS[:2]
+    text = [8, 1, 5, 9, 1, 6, 7, 1, 6, 8, 1]
+    total = 1 + two + 2 * one
+    assert list(ngram_tree(text, 2)) == [(5,), (6,)]
+    assert list(ngram_tree(text, 2).values()) == pytest.approx([np.log(two / total), np.log(2 * one / total)])
+    assert list(ngram_tree(text, 2, branches=torch.tensor([1], dtype=torch.int32)))[0] == (5,)
+    assert (6,) not in ngram_tree(text, 8, branches=torch.tensor([1], dtype=torch.int32))
+    assert ngram_tree(text, 8, vocab=6).keys() <= {(5,)}
+    assert ngram_tree([1, 2, 3]) == ngram_tree([]) == {}
+
+
+def test_as_many_places_as_the_kernel_looks_for_are_found():
+    """The latest of those whose contexts are equally long."""
+    text = [each for token in range(20, 20 + PLACES + 2) for each in (1, token)] + [1]
+    assert sorted(ngram_tree(text, PLACES + 2, max_depth=1)) == [(token,) for token in range(22, 22 + PLACES)]
+
+
+def text_without_repeats(rng, size, vocab):
+    """Random tokens, no CONTEXT of them twice."""
+    while True:
+        text = rng.integers(0, vocab, size)
+        if len({tuple(text[at : at + CONTEXT]) for at in range(size - CONTEXT + 1)}) == size - CONTEXT + 1:
+            return text
+
+
+def test_ngram_grows_like_the_proposer_of_the_v1_runner():
+    """Where no match is longer than CONTEXT, no token has more than PLACES successors, and votes do not fade."""
+    requests, nodes, size, depth = 2, PLACES + PLACES**2, 24, 2
+    rng = np.random.default_rng(0)
+    history = np.stack([text_without_repeats(rng, size, PLACES) for _ in range(requests)]).astype(np.int32)
+    length = np.array([size, size - 5])
+    weights = Weights(doubt=1, text=NGRAM_WEIGHTS[0], text_growth=3.0)
+    rows = np.arange(requests)
+    batch = DraftBatch(rows, history, rows, length, np.full(requests, depth), np.full(requests, nodes))
+    trees = NgramProposer(weights=weights).propose(batch)
+    most = torch.full((requests,), 64, dtype=torch.int32)
+    made = ngram(
+        torch.from_numpy(history),
+        torch.from_numpy(length.astype(np.int32)),
+        torch.arange(requests),
+        most,
+        most,
+        torch.from_numpy((weights.text * weights.text_growth ** np.arange(CONTEXT)).astype(np.float32)),
+        max_depth=depth,
+        out=sevens(requests, nodes),
+    )
+    for request in range(requests):
+        theirs = trees_paths(trees, request)
+        assert len(theirs) > PLACES
+        assert paths(made, request) == pytest.approx(theirs, abs=1e-5)
+
+
+def trees_paths(trees, request):
+    """{path: score} of a tree of the V1 runner's proposers."""
+    start, end = trees.offsets[request], trees.offsets[request + 1]
+    found = [()]
+    for token, above in zip(trees.tokens[start + 1 : end], trees.parent[start + 1 : end], strict=True):
+        found.append((*found[above], int(token)))
+    return dict(zip(found[1:], trees.score[start + 1 : end].tolist(), strict=True))
+
+
+def test_the_proposer_hands_its_own_draws_over():
+    proposer = DeviceNgram(slots=2, nodes=3, max_depth=2, owner=1, vocab_size=9, device="cpu")
+    history = torch.tensor([[5, 6, 5, 0], [5, 9, 5, 0]], dtype=torch.int32)
+    length, last = torch.full((2,), 3, dtype=torch.int32), torch.full((2,), 9, dtype=torch.int32)
+    draws = proposer.propose(history, length, torch.tensor([1, 0]), torch.full((2,), 64, dtype=torch.int32), last)
+    assert draws.token.tolist() == [[-1, -1, -1], [6, 5, -1]]  # 9 is no token of the vocabulary
+    assert (draws.owner == 2).all() and draws.depth[1].tolist() == [1, 2, 1]
+
+
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
@@ -373,7 +495,7 @@ def test_what_was_observed_is_proposed():
         ({"chances": torch.zeros(7, 32, 8).double()}, "chances"),
         ({"branches": torch.zeros(7, dtype=torch.int64)}, "branches"),
         ({"last": torch.zeros(14, dtype=torch.int32)[::2]}, "last"),
-        ({"trust": torch.zeros(CONTEXT - 1)}, "trust"),
+        ({"weight": torch.zeros(CONTEXT - 1)}, "weight"),
         ({"out": Grown.empty(6, 8, "cpu")}, "tokens"),
         ({"out": Grown(*(torch.zeros(7, 8, dtype=torch.int32) for _ in FIELDS))}, "score"),
     ],

@@ -185,9 +185,8 @@ def refuse_unknown_vllm() -> None:
         ) from missing
 
 
-# What the V2 runner's verifier and proposers do so far.
+# What the V2 runner's verifier does so far.
 V2_VERIFIERS = ("auto", "greedy", "naive", "mss", "without_replacement", "top_k_plus_one")
-V2_PROPOSERS = ("recycling",)
 FIXED = "its trees have num_nodes nodes in every step; leave it out, and set num_nodes"
 # Options that it would not read: the values that say nothing, and the fix.
 V2_OPTIONS: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -208,11 +207,6 @@ def refuse_verifier(options: TreeOptions) -> None:
             f"{WHERE}.verifier: {options.verifier!r} does not run on vLLM's V2 runner yet; use one of "
             f"{', '.join(V2_VERIFIERS)}"
         )
-    for name in options.free_proposers:
-        if name not in V2_PROPOSERS:
-            raise TreeOptionError(
-                f"{WHERE}.proposers: {name!r} does not run on vLLM's V2 runner yet; use {list(V2_PROPOSERS)}"
-            )
     for name, (served, fix) in V2_OPTIONS.items():
         if getattr(options, name) not in served:
             raise TreeOptionError(

@@ -22,6 +22,7 @@ from specinfer_vllm.engine.draft_exchange import DraftExchange
 from specinfer_vllm.engine.draft_graphs import DraftGraphs
 from specinfer_vllm.engine.draft_inputs import DraftInputs
 from specinfer_vllm.patches.speculative_config import tree_config
+from specinfer_vllm.propose.device_ngram import DeviceNgram
 from specinfer_vllm.propose.device_recycling import DeviceRecycling
 from specinfer_vllm.propose.device_ssm import DeviceSsm, DeviceStep, Drafted
 from specinfer_vllm.tree.device import DeviceDraws, DeviceNodes, best_nodes, merged, united
@@ -67,13 +68,20 @@ class TreeSpeculator(DraftModelSpeculator):
         self.inputs = DraftInputs(slots, req_states.all_token_ids.gpu, self.rule)
         self.states: dict[str, torch.Tensor] = {}
         self.kept: dict[str, Drafted] = {}
-        self.recycling = None
-        if "recycling" in self.options.free_proposers:
-            depth, owner = self.options.max_depth, len(self.ssms)
-            self.recycling = DeviceRecycling(slots, self.max_model_len, nodes, depth, owner, device)
-        names = [each.name for each in (*self.ssms, self.recycling) if each is not None]
-        self.stats = DeviceStats(names, device)
+        self.recycling: DeviceRecycling | None = None
+        self.free = [self._free_proposer(name) for name in self.options.free_proposers]
+        self.stats = DeviceStats([each.name for each in (*self.ssms, *self.free)], device)
         self.draft_attn_layer_names: set[str] = set()
+
+    def _free_proposer(self, name: str) -> DeviceNgram | DeviceRecycling:
+        """The draft-free proposer of that name; proposers are numbered as they are configured, SSMs first."""
+        slots, nodes, depth = self.max_num_reqs, self.num_speculative_steps, self.options.max_depth
+        owner = len(self.ssms) + self.options.free_proposers.index(name)
+        vocab = self.vllm_config.model_config.get_vocab_size()
+        if name == "ngram":
+            return DeviceNgram(slots, nodes, depth, owner, vocab, self.device)
+        self.recycling = DeviceRecycling(slots, self.max_model_len, nodes, depth, owner, vocab, self.device)
+        return self.recycling
 
     # -- loading -------------------------------------------------------------------------------------------------------
 
@@ -150,8 +158,8 @@ class TreeSpeculator(DraftModelSpeculator):
         self.trees.reset(slots)
         for ssm in self.ssms:
             ssm.lost[slots] = False
-        if self.recycling is not None:
-            self.recycling.reset(slots)
+        for each in self.free:
+            each.reset(slots)
 
     def propose(
         self,
@@ -173,11 +181,9 @@ class TreeSpeculator(DraftModelSpeculator):
                 self._profile(input_batch.num_tokens)
             return self.draft_tokens[: input_batch.num_reqs]
         slots, states = input_batch.idx_mapping, self.req_states
-        draws = []
-        if self.recycling is not None:
-            history, length = states.all_token_ids.gpu, states.total_len.gpu
-            limits = self.requests.branches.gpu, self.requests.last.gpu
-            draws.append(self.recycling.propose(history, length, slots, *limits))
+        history, length = states.all_token_ids.gpu, states.total_len.gpu
+        limits = self.requests.branches.gpu, self.requests.last.gpu
+        draws = [each.propose(history, length, slots, *limits) for each in self.free]
         drafted = self._draft(input_batch, num_sampled) if self.placed else []
         if self.exchange is not None:
             drafted = self.exchange.share(drafted, len(slots), self.device)

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import torch
 
+from specinfer_vllm.propose.device_ngram import draws_of
 from specinfer_vllm.propose.recycling import WIDTH
 from specinfer_vllm.tree.device import DeviceDraws
-from specinfer_vllm.triton_kernels.recycle import TRUST, Grown, recycle
+from specinfer_vllm.triton_kernels.recycle import WEIGHTS, Grown, recycle
 
 RING = 1024  # places of a request whose successors are kept: as far as the text is looked back
 
@@ -23,15 +24,22 @@ class DeviceRecycling:
     name = "recycling"
 
     def __init__(
-        self, slots: int, max_len: int, nodes: int, max_depth: int, owner: int, device: torch.device | str
+        self,
+        slots: int,
+        max_len: int,
+        nodes: int,
+        max_depth: int,
+        owner: int,
+        vocab_size: int,
+        device: torch.device | str,
     ) -> None:
-        """owner: this proposer's number; its draws carry that bit."""
+        """owner: this proposer's number; its draws carry that bit. vocab_size: no token from here on is proposed."""
         ring = min(RING, max_len)
-        self.max_depth, self.nobody = max_depth, slots
+        self.max_depth, self.vocab_size, self.nobody = max_depth, vocab_size, slots
         self.place = torch.full((slots + 1, ring), -1, dtype=torch.int32, device=device)
         self.successors = torch.full((slots + 1, ring, WIDTH), -1, dtype=torch.int32, device=device)
         self.chances = torch.zeros(slots + 1, ring, WIDTH, dtype=torch.float32, device=device)
-        self.trust = torch.tensor(TRUST, dtype=torch.float32, device=device)
+        self.weight = torch.tensor(WEIGHTS, dtype=torch.float32, device=device)
         self.grown = Grown.empty(slots, nodes, device)
         self.owner = torch.full((slots, nodes), 1 << owner, dtype=torch.int32, device=device)
 
@@ -78,10 +86,9 @@ class DeviceRecycling:
             self.chances,
             branches,
             last,
-            self.trust,
+            self.weight,
             max_depth=self.max_depth,
             out=self.grown,
+            vocab=self.vocab_size,
         )
-        count = len(slots)
-        arrays = (grown.tokens, grown.parent, grown.score, grown.depth, grown.path, self.owner)
-        return DeviceDraws(*(each[:count] for each in arrays))
+        return draws_of(grown, self.owner, len(slots))

@@ -61,7 +61,7 @@ def inputs(device: torch.device, size: Size, seed: int = 0) -> dict[str, object]
         "chances": (chances / chances.sum(2, keepdim=True)).sort(dim=2, descending=True).values,
         "branches": torch.full((slots,), WIDTH, dtype=torch.int32),
         "last": torch.full((slots,), size.length + 100, dtype=torch.int32),
-        "trust": torch.ones(CONTEXT),  # so that few paths are too unlikely
+        "weight": torch.full((CONTEXT,), 100.0),  # so that few paths are too unlikely
     }
     moved = {name: tensor.contiguous().to(device) for name, tensor in tensors.items()}
     return moved | {"max_depth": 8}
