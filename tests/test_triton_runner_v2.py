@@ -23,6 +23,8 @@ from scipy.stats import chisquare  # noqa: E402
 from vllm import SamplingParams  # noqa: E402
 from vllm.sampling_params import StructuredOutputsParams  # noqa: E402
 
+from specinfer_vllm.attention import dense_masks  # noqa: E402
+from specinfer_vllm.attention.libraries import LIBRARIES  # noqa: E402
 from specinfer_vllm.bench.engines import runner_of, tree_stats  # noqa: E402
 from specinfer_vllm.engine.device_draws import SampledDraws  # noqa: E402
 from specinfer_vllm.engine.device_trees import DeviceTrees  # noqa: E402
@@ -433,3 +435,10 @@ def test_attention_and_compaction_of_a_gpu_give_the_same(models, plain, monkeypa
         assert answers(llm, KINDS["greedy"][1::2]) == plain["greedy"][1::2]
         stats = tree_stats(llm)
         assert stats["accepted"] > 0.6 * DEPTH * stats["drafted_steps"]
+        # And through what the option tree_attention names, which a CPU's launch refuses.
+        calls, attend = [], dense_masks.attend
+        monkeypatch.setattr(dense_masks, "attend", lambda call: calls.append(len(call.query)) or attend(call))
+        for layer in runner_of(llm).compilation_config.static_forward_context.values():
+            layer.impl.library = LIBRARIES["torch"]
+        assert answers(llm, KINDS["greedy"][1:2]) == plain["greedy"][1:2]
+        assert calls
