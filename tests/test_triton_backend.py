@@ -19,13 +19,12 @@ import triton_cpu
 
 triton_cpu.register()  # before vLLM is imported
 
+import attention_stand_ins  # noqa: E402
 from triton_cases import chain, comb, random_tree, star  # noqa: E402
 from vllm.config import AttentionConfig, CUDAGraphMode  # noqa: E402
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata  # noqa: E402
 from vllm.v1.attention.backends import triton_attn  # noqa: E402
 from vllm.v1.kv_cache_interface import FullAttentionSpec  # noqa: E402
-
-import attention_stand_ins  # noqa: E402
 
 from specinfer_vllm.attention import triton as tree_triton  # noqa: E402
 from specinfer_vllm.attention.libraries import LIBRARIES  # noqa: E402
