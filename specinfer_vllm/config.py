@@ -26,6 +26,8 @@ VERIFIERS = ("auto", "greedy", "naive", "mss", "without_replacement", "top_k_plu
 NEED_SSMS = VERIFIERS[3:]  # they compare the LLM's law with the law an SSM sampled from
 MERGES = ("union", "first")
 SHARDED, REPLICATED, ONE_PER_RANK = PLACEMENTS = ("sharded", "replicated", "one_per_rank")
+TRITON = "triton"
+TREE_ATTENTIONS = (TRITON, "torch", "flashinfer", "xformers")
 MAX_NODES = 1024
 MAX_BATCH_NODES = 1 << 20
 MAX_DEPTH = 64
@@ -149,6 +151,12 @@ class TreeOptions:
         "auto",
         "what recycling knows before a request's first step: a file from specinfer primer, 'none', or 'auto' for "
         "this LLM's own if one was made",
+    )
+    tree_attention: str = option(
+        TRITON,
+        "what attends to the rows of trees on a GPU: the package's own kernel, or, to check it or in its place, torch "
+        "or a library that is installed; these read the trees on the host and take no full CUDA graphs",
+        choices=TREE_ATTENTIONS,
     )
     seed: int = option(0, "seed of the draws and coins of requests that bring no seed", "", 0, 2**63 - 1)
 

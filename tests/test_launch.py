@@ -273,6 +273,15 @@ def test_a_runner_that_vllm_takes_on_its_own_is_refused(configure, monkeypatch):
         launch.check(config)
 
 
+@pytest.mark.parametrize("runner", ["V1", "V2"])
+@pytest.mark.parametrize("name", ["torch", "flashinfer", "xformers"])
+def test_a_cpus_own_attention_has_no_stand_in(configure, request, runner, name):
+    if runner == "V2":
+        request.getfixturevalue("runner_v2")
+    with pytest.raises(TreeOptionError, match=f"tree_attention: '{name}' .* on a CPU trees have their own.*leave it"):
+        configure({"tree_attention": name})
+
+
 def test_a_vllm_that_changed_is_refused_by_the_hook(configure, monkeypatch):
     gone = Hook("vllm.v1.core.sched.scheduler", "Scheduler.renamed_since")
     monkeypatch.setattr(hooks, "LAUNCH", (*hooks.LAUNCH, gone))

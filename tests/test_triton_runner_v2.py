@@ -24,6 +24,8 @@ from scipy.stats import chisquare  # noqa: E402
 from vllm import SamplingParams  # noqa: E402
 from vllm.sampling_params import StructuredOutputsParams  # noqa: E402
 
+from specinfer_vllm.attention import dense_masks  # noqa: E402
+from specinfer_vllm.attention.libraries import LIBRARIES  # noqa: E402
 from specinfer_vllm.bench.engines import runner_of, tree_stats  # noqa: E402
 from specinfer_vllm.engine.device_draws import SampledDraws  # noqa: E402
 from specinfer_vllm.engine.device_trees import DeviceTrees  # noqa: E402
@@ -449,6 +451,14 @@ def test_attention_compaction_and_graphs_of_a_gpu_give_the_same(models, plain, g
         stats = tree_stats(llm)
         assert eager == (wanted, stats["accepted"])
         assert stats["accepted"] > 0.6 * DEPTH * stats["drafted_steps"]
+        # Through what the option tree_attention names, which a CPU's launch refuses.
+        calls, attend = [], dense_masks.attend
+        with monkeypatch.context() as patch:
+            patch.setattr(dense_masks, "attend", lambda call: calls.append(len(call.query)) or attend(call))
+            for layer in runner_of(llm).compilation_config.static_forward_context.values():
+                patch.setattr(layer.impl, "library", LIBRARIES["torch"])
+            assert answers(llm, KINDS["greedy"][1:2]) == plain["greedy"][1:2]
+        assert calls
         captured = graphs.capture(runner_of(llm), sizes=[4])
         assert accepted(llm, asked) == eager
         assert all(each.replays for each in captured)

@@ -15,8 +15,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from specinfer_vllm.config import TreeOptionError, TreeOptions
+from specinfer_vllm.config import TRITON, TreeOptionError, TreeOptions
 from specinfer_vllm.engine import launch
+from specinfer_vllm.patches import triton_attention
 from specinfer_vllm.patches.engine_args import tree_options
 from specinfer_vllm.patches.speculative_config import tree_config, uses_runner_v2
 from specinfer_vllm.propose.primer import find_primer
@@ -122,7 +123,7 @@ def of_device() -> dict[str, Any]:
     """What the device decides for every tree; a GPU's graphs depend on the model and on how it is compiled."""
     from vllm.platforms import current_platform
 
-    from specinfer_vllm.patches import cpu_attention, triton_attention
+    from specinfer_vllm.patches import cpu_attention
 
     is_cpu = current_platform.is_cpu()
     ours, others = triton_attention.NAME, TRITON_BACKEND
@@ -237,8 +238,16 @@ def of_tree(config: Any) -> dict[str, Any]:
         "graph_mode": mode.name,
         "lookahead_slots": speculative.num_lookahead_tokens,
         "primer": None if primer is None else str(primer),
+        **of_library(tree),
         "refusals": attention_refusals(config),
     }
+
+
+def of_library(tree: TreeOptions) -> dict[str, Any]:
+    """What attends to the trees' rows, where it is not the backend's own kernel."""
+    if tree.tree_attention == TRITON:
+        return {}
+    return {"tree_attention": f"{triton_attention.NAME} through {tree.tree_attention}"}
 
 
 def of_plain(config: Any) -> dict[str, Any]:
@@ -272,11 +281,18 @@ def of_every(config: Any) -> dict[str, Any]:
 
 
 def tree_graph_mode(config: Any) -> Any:
-    """What the V2 runner makes of the configured mode: the tree's backend has full graphs of steps of trees only."""
-    from vllm.config import CUDAGraphMode
+    """What the V2 runner makes of the configured mode: the tree's backend has full graphs of steps of trees only.
+
+    And none at all with a library, which reads the trees on the host.
+    """
+    from vllm.config import CompilationMode, CUDAGraphMode
 
     compilation = config.compilation_config
     mode = compilation.cudagraph_mode
+    if tree_config(config).tree.tree_attention != TRITON and mode.has_full_cudagraphs():
+        splits = compilation.splitting_ops_contain_attention() or compilation.use_inductor_graph_partition
+        is_piecewise = splits and compilation.mode == CompilationMode.VLLM_COMPILE
+        return CUDAGraphMode.PIECEWISE if is_piecewise else CUDAGraphMode.NONE
     if mode.mixed_mode() != CUDAGraphMode.FULL:
         return mode
     splits = compilation.splitting_ops_contain_attention()
