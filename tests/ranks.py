@@ -67,14 +67,14 @@ class Rank:
     def ssms_held(self) -> tuple[list[int], set[str]]:
         """Indices of the SSMs whose weights this rank has, and whose layers have K/V here, by their names."""
         runner = self.model_runner
-        ssms = runner.speculator.ssms if self.use_v2_model_runner else runner.drafter.ssms
+        ssms = runner.speculator.ssms.every if self.use_v2_model_runner else runner.drafter.ssms
         layers = {name for group in runner.kv_cache_config.kv_cache_groups for name in group.layer_names}
         named = {name.split(".")[0] for name in layers if name.startswith("ssm")}
         return [ssm.index for ssm in ssms if hasattr(ssm, "model")], named
 
     def deafen(self) -> None:
         """From now on this rank takes its own drafts for those of every other one."""
-        exchange = self.model_runner.speculator.exchange
+        exchange = self.model_runner.speculator.ssms.exchange
         exchange.gather = lambda words: words.repeat(exchange.ranks)
 
     def disturb(self, rank: int, texts: dict[str, list[int]]) -> None:

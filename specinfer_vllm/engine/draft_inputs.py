@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from specinfer_vllm.engine.device_requests import DeviceRequests
 from specinfer_vllm.engine.sampling import GREEDY_BELOW
 from specinfer_vllm.propose.device_children import DeviceDraftSampling
 from specinfer_vllm.propose.device_ssm import DeviceStep
@@ -20,39 +21,33 @@ SAMPLING = {"temperature": torch.float32, "top_k": torch.int32, "top_p": torch.f
 
 
 class DraftInputs:
-    """The requests of a step's batch, in its order.
+    """The requests of a step's batch, in its order, behind them nobody's.
 
     count     requests written last
-    numbers   [4, requests] int64      slot, length, first and branches, as of DeviceStep
-    sampled   [requests] bool          as of DeviceStep
+    numbers   [3, requests] int64      slot, sequence index of the first token that was read, tokens that were emitted
+    nobody    [3, requests] int64      of a place in the batch without a request
     sampling  temperature, top_k, top_p and seed [requests], None when the rule samples no children
     """
 
-    def __init__(self, max_requests: int, history: torch.Tensor, rule: Rule | None) -> None:
-        """history [slots, max_model_len] int32 is vLLM's."""
-        self.history, self.rule, device = history, rule, history.device
-        self.count = 0
-        self.numbers = torch.zeros(4, max_requests, dtype=torch.int64, device=device)
-        self.sampled = torch.zeros(max_requests, dtype=torch.bool, device=device)
+    def __init__(self, states: Any, limits: DeviceRequests, rule: Rule | None) -> None:
+        """states: vLLM's RequestState."""
+        self.history, self.length, self.limits = states.all_token_ids.gpu, states.total_len.gpu, limits
+        self.slots, device = states.max_num_reqs, self.history.device
+        self.rule, self.count = rule, 0
+        self.nobody = torch.zeros(3, self.slots, dtype=torch.int64, device=device)
+        self.nobody[0] = self.slots
+        self.numbers = self.nobody.clone()
         self.sampling: dict[str, torch.Tensor] | None = None
         if rule is not None:
-            types = {"temperature": torch.float32, "top_k": torch.int32, "top_p": torch.float32, "seed": torch.int64}
             self.sampling = {
-                name: torch.ones(max_requests, dtype=dtype, device=device) for name, dtype in types.items()
+                name: torch.ones(self.slots, dtype=dtype, device=device) for name, dtype in SAMPLING.items()
             }
 
-    @property
-    def slots(self) -> torch.Tensor:
-        """Slots of the requests written last, [count] int64."""
-        return self.numbers[0, : self.count]
-
-    def write(self, numbers: tuple[torch.Tensor, ...], sampled: torch.Tensor) -> None:
-        """Of requests in front, each [requests] int32. Those behind have no tokens: they read and draw nothing."""
-        self.count = requests = len(sampled)
-        self.numbers.zero_()
-        self.numbers[:, :requests] = torch.stack(numbers)
-        self.sampled.zero_()
-        self.sampled[:requests] = sampled
+    def write(self, *numbers: torch.Tensor) -> None:
+        """Rows of `numbers`, each [requests] int32."""
+        self.count = len(numbers[0])
+        self.numbers.copy_(self.nobody)
+        self.numbers[:, : self.count] = torch.stack(numbers)
 
     def write_sampling(self, states: Any, slots: torch.Tensor) -> None:
         """How children are sampled, by the slots [requests] int64 of vLLM's SamplingStates."""
@@ -63,17 +58,21 @@ class DraftInputs:
             buffer[: len(slots)] = values.gpu[slots]
 
     def step(self, counts: np.ndarray, max_len: int, bounded: bool = False) -> DeviceStep:
-        """Views of the first requests: counts, max_len as of DeviceStep, bounded as of DeviceDraftSampling."""
+        """Of the first requests: counts, max_len as of DeviceStep, bounded as of DeviceDraftSampling."""
         requests = len(counts)
-        slots, length, first, branches = self.numbers[:, :requests]
+        place, first, emitted = self.numbers[:, :requests]
+        slots = place.clamp(max=self.slots - 1)
+        branches, last = self.limits.limits[:, slots].long()
         return DeviceStep(
+            place=place,
             slots=slots,
             history=self.history,
-            length=length,
+            length=self.length[slots] * (place < self.slots),
             first=first,
             counts=counts,
-            sampled=self.sampled[:requests],
+            sampled=emitted > 0,
             branches=branches,
+            last=last,
             sampling=self._sampling(requests, bounded),
             max_len=max_len,
         )

@@ -31,17 +31,20 @@ NO_SLOT = -1  # vLLM's PAD_SLOT_ID: nothing is written
 class DeviceStep:
     """What the LLM read in a step, of every request of its batch.
 
-    slots     [requests] int64                 vLLM's
+    place     [requests] int64                 vLLM's slots, and one behind them for a request that is not there
+    slots     [requests] int64                 the same, some slot in the place of the one behind
     history   [slots, max_model_len] int32     committed tokens
-    length    [requests] int64                 how many of them; the last is the new root
+    length    [requests] int64                 how many of them; the last is the new root. 0 where there is no request
     first     [requests] int64                 sequence index of the first token that the LLM read
     counts    [requests] int64, on the host    rows to read from there on: bound of length - first
     sampled   [requests] bool                  the prompt is read to its end
-    branches  [requests] int32                 most children per node
+    branches  [requests] int64                 most children per node
+    last      [requests] int64                 sequence length at which the request ends
     sampling  how children are sampled, None when the rule samples none
     max_len   bound of any length, known to the host
     """
 
+    place: torch.Tensor
     slots: torch.Tensor
     history: torch.Tensor
     length: torch.Tensor
@@ -49,6 +52,7 @@ class DeviceStep:
     counts: np.ndarray
     sampled: torch.Tensor
     branches: torch.Tensor
+    last: torch.Tensor
     sampling: DeviceDraftSampling | None
     max_len: int
 
