@@ -444,7 +444,8 @@ def accepted(llm, asked) -> tuple[list, int]:
 def test_attention_compaction_and_graphs_of_a_gpu_give_the_same(models, plain, gpu_parts, monkeypatch):
     """Graphs read what a step wrote where it was captured: as many nodes are accepted as without."""
     asked, wanted = KINDS["greedy"][1::4], plain["greedy"][1::4]
-    with serving(models, plain, ssms=[{"name": "llm", "expansion": [2, 1, 1]}], num_nodes=6) as llm:
+    proposers = {"ssms": [{"name": "llm", "expansion": [2, 1, 1]}], "proposers": ["recycling"]}
+    with serving(models, plain, **proposers, num_nodes=6) as llm:
         kinds = {type(each.impl).__name__ for each in runner_of(llm).compilation_config.static_forward_context.values()}
         assert kinds == {"TreeTritonAttentionImpl"}
         eager = accepted(llm, asked)
