@@ -73,9 +73,18 @@ class Rank:
         return [ssm.index for ssm in ssms if hasattr(ssm, "model")], named
 
     def deafen(self) -> None:
-        """From now on this rank takes its own drafts for those of every other one."""
+        """From now on rank 1 hears nothing but zeros of rank 0."""
+        if self.rank != 1:
+            return
         exchange = self.model_runner.speculator.ssms.exchange
-        exchange.gather = lambda words: words.repeat(exchange.ranks)
+        gather = exchange.gather
+
+        def heard(words: Any) -> Any:
+            every = gather(words)
+            every[: len(words)] = 0
+            return every
+
+        exchange.gather = heard
 
     def disturb(self, rank: int, texts: dict[str, list[int]]) -> None:
         """Once this rank holds a tree of which nothing will be accepted, change a token in it.

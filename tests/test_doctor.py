@@ -80,6 +80,24 @@ def test_a_trees_options_are_in_what_is_said(model_path, ssm_path):
     assert (said.proposers, said.primer, said.verifier) == ((str(ssm_path), "ngram"), None, "mss")
 
 
+@pytest.mark.parametrize(
+    ("placement", "ranks", "told"),
+    [
+        ("sharded", "3", "sharded over 3 ranks"),
+        ("replicated", "3", "replicated on 3 ranks"),
+        ("one_per_rank", "3", "ssms[0] on rank 0, ssms[1] on rank 1, ssms[2] on rank 2, ssms[3] on rank 0"),
+        ("one_per_rank", "1", None),
+    ],
+)
+def test_where_ssms_are_is_said(gpu, model_path, ssm_path, monkeypatch, placement, ranks, told):
+    from vllm.platforms import current_platform
+
+    monkeypatch.setattr(current_platform, "device_count", lambda: 4, raising=False)
+    tree = {"method": "tree", "ssms": [str(ssm_path)] * 4, "ssm_placement": placement}
+    words = [str(model_path), "--speculative-config", json.dumps(tree), *SMALL, "--tensor-parallel-size", ranks]
+    assert outlook(words).placement == told
+
+
 def test_what_the_checks_warn_of_is_said(model_path):
     said = outlook([str(model_path), *TREE, "--max-num-batched-tokens", "512", "--max-num-seqs", "100"])
     assert not said.refusals

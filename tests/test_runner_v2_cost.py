@@ -282,3 +282,24 @@ def test_compaction_is_one_launch_for_all_layers():
         with Meter().watching("move") as step:
             compaction.move(slots, slots)
         assert step.counts() == {"move": 1} and not step.waits
+
+
+@inside
+@pytest.mark.parametrize("weighed", [(), (3, 8)], ids=["draws", "draws and laws"])
+def test_an_exchange_of_drafts_costs_as_much_for_any_batch_and_waits_for_nothing(weighed):
+    import torch
+    from launches import Meter
+    from test_draft_exchange import drafts_of
+
+    from specinfer_vllm.engine.draft_exchange import DraftExchange, DraftShape
+
+    counts = []
+    for draws, requests in ((2, 1), (9, 4)):
+        shape = DraftShape(draws, *weighed)
+        exchange = DraftExchange([shape, shape], 1, 2, lambda words: words.repeat(2))
+        drafts = drafts_of(shape, requests)
+        with torch.inference_mode(), Meter().watching("exchange") as step:
+            exchange.share([drafts], requests, torch.device("cpu"))
+        assert not step.waits
+        counts.append(step.counts()["exchange"])
+    assert counts[0] == counts[1] < 12

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from specinfer_vllm.config import TRITON, TreeOptionError, TreeOptions
+from specinfer_vllm.config import REPLICATED, SHARDED, TRITON, TreeOptionError, TreeOptions
 from specinfer_vllm.engine import launch
 from specinfer_vllm.patches import triton_attention
 from specinfer_vllm.patches.engine_args import tree_options
@@ -46,6 +46,7 @@ class Outlook:
     nodes, depth    most nodes of a request's tree, and its longest path
     lookahead_slots    KV slots that are kept free behind a request's last token for SSMs
     proposers       paths of SSMs and names of draft-free proposers
+    placement       where SSMs are under tensor parallelism
     primer          file that recycling starts with
     notes           what the tree's checks warn of
     refusals        why it does not start, a sentence each
@@ -69,6 +70,7 @@ class Outlook:
     depth: int | None = None
     lookahead_slots: int | None = None
     proposers: tuple[str, ...] = ()
+    placement: str | None = None
     primer: str | None = None
     verifier: str | None = None
     notes: tuple[str, ...] = ()
@@ -237,6 +239,7 @@ def of_tree(config: Any) -> dict[str, Any]:
         "other_graphs": mode.mixed_mode().name,
         "graph_mode": mode.name,
         "lookahead_slots": speculative.num_lookahead_tokens,
+        "placement": placement(tree, config.parallel_config.tensor_parallel_size),
         "primer": None if primer is None else str(primer),
         **of_library(tree),
         "refusals": attention_refusals(config),
@@ -248,6 +251,17 @@ def of_library(tree: TreeOptions) -> dict[str, Any]:
     if tree.tree_attention == TRITON:
         return {}
     return {"tree_attention": f"{triton_attention.NAME} through {tree.tree_attention}"}
+
+
+def placement(tree: TreeOptions, ranks: int) -> str | None:
+    """Where SSMs are; None where there is one rank, or no SSM."""
+    if ranks == 1 or not tree.ssms:
+        return None
+    if tree.ssm_placement == SHARDED:
+        return f"{SHARDED} over {ranks} ranks"
+    if tree.ssm_placement == REPLICATED:
+        return f"{REPLICATED} on {ranks} ranks"
+    return ", ".join(f"ssms[{index}] on rank {index % ranks}" for index in range(len(tree.ssms)))
 
 
 def of_plain(config: Any) -> dict[str, Any]:

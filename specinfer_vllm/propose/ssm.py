@@ -178,9 +178,10 @@ class SsmProposer(Proposer):
 
     def warm_up(self, rows: int = 8) -> torch.Tensor:
         """One pass without attention, as vLLM warms up its own models: compiles the SSM. Returns its hidden states."""
-        nothing = torch.zeros(rows, dtype=torch.int64, device=self.device)
+        # Two tensors: what is compiled for one in both places reads the tokens for positions ever after.
+        tokens, positions = (torch.zeros(rows, dtype=torch.int64, device=self.device) for _ in range(2))
         with set_forward_context(None, self.llm_config, num_tokens=rows), self.own_group():
-            return self.model(input_ids=nothing, positions=nothing)
+            return self.model(input_ids=tokens, positions=positions)
 
     # -- drafting ------------------------------------------------------------------------------------------------------
 
