@@ -265,3 +265,27 @@ def test_compaction_is_one_launch_for_all_layers():
         with Meter().watching("move") as step:
             compaction.move(slots, slots)
         assert step.counts() == {"move": 1} and not step.waits
+
+
+@inside
+def test_the_host_never_waits_for_traversal():
+    import numpy as np
+    import torch
+    from launches import Meter
+    from test_device_draws import sampled, with_spare
+    from test_verify_enumeration import no_replacement
+    from test_verify_rules import random_batch
+
+    from specinfer_vllm.engine.verifier_v2 import traverse
+    from specinfer_vllm.verify.rules import RULES
+
+    for seed in (1, 2):
+        rng = np.random.default_rng(seed)
+        batch = random_batch(rng, 40, no_replacement)
+        drawn, slots = sampled(batch, rng)
+        start, tokens, roots = torch.tensor(batch.trees.offsets).int(), batch.rows.tokens.int(), batch.rows.roots
+        keys = {"seed": batch.seed[roots], "position": batch.position, "greedy": roots % 2 == 0}
+        with Meter().watching("verify") as step:
+            weighed = drawn.listed(drawn.rows(slots, roots >= 0, start, tokens, "without_replacement"))
+            traverse(RULES["traversal"], with_spare(batch.rows), weighed, batch.law.log().float(), **keys)
+        assert not step.waits, step.waits

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from specinfer_vllm.triton_kernels.tree_verify import DraftRows, law_sums
+from specinfer_vllm.verify.draws import Draws
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,7 @@ class SampledDraws:
     law     [requests, draws] int64     row of `laws`
     kept    [requests, draws] bool      it was sampled, and stands in the tree
     laws    [laws, vocab] float32       as sampled from
+    max_order, max_per_request          bounds as of Draws, known to the host
     """
 
     place: torch.Tensor
@@ -28,9 +30,11 @@ class SampledDraws:
     law: torch.Tensor
     kept: torch.Tensor
     laws: torch.Tensor
+    max_order: int
+    max_per_request: int
 
     def rows(
-        self, slots: torch.Tensor, is_whole: torch.Tensor, start: torch.Tensor, num_rows: int, drawing: str
+        self, slots: torch.Tensor, is_whole: torch.Tensor, start: torch.Tensor, tokens: torch.Tensor, drawing: str
     ) -> DraftRows:
         """The draws of a batch's trees, as tree_verify takes them.
 
@@ -38,16 +42,40 @@ class SampledDraws:
         is_whole  [requests] bool           all nodes are verified. What is left of a cut tree depends on the tokens
                                             drawn, so that its draws count as not sampled
         start     [requests + 1] int32      rows of each request
+        tokens    [rows] int32              of the trees. One that was taken away (-1) cannot be accepted, and to refuse
+                                            it would be to say that the LLM did: its draw counts as not sampled
         drawing   as of tree_verify
         """
+        num_rows = len(tokens)
         place = self.place[slots]
         at = place.clamp(min=0)
         weighed = self.kept[at] & (is_whole & (place >= 0))[:, None]
         first = start[:-1, None].long()
+        row = first + self.node[at]
+        weighed &= tokens[row.clamp(max=num_rows - 1)] >= 0
         parent = torch.where(weighed, first + self.parent[at], num_rows).flatten()
         order = parent.argsort(stable=True)
         begin = torch.searchsorted(parent[order], torch.arange(num_rows + 1, device=parent.device), out_int32=True)
-        row = (first + self.node[at]).flatten()[order].int()
+        row = row.flatten()[order].int()
         law = self.law[at].flatten()[order].int()
         sums = law_sums(self.laws) if drawing == "without_replacement" else (None, None)
         return DraftRows(begin, row, law, self.laws, *sums)
+
+    def listed(self, rows: DraftRows) -> Draws:
+        """The same draws as the rules in torch take them, as many as were made.
+
+        Those that count as not sampled, behind all others in `rows`, are put on a spare row behind the trees'.
+        """
+        spare, number = len(rows.start) - 1, torch.arange(len(rows.row), device=rows.row.device)
+        parent = torch.searchsorted(rows.start.long(), number, right=True) - 1
+        order = number - rows.start[parent]
+        # More than the bound would be paths whose numbers collided.
+        counts = (parent < spare) & (order < self.max_order)
+        return Draws(
+            row=torch.where(counts, rows.row, spare),
+            law=rows.law.long(),
+            order=torch.where(counts, order, 0),
+            laws=rows.laws,
+            max_order=self.max_order,
+            max_per_request=self.max_per_request,
+        )
