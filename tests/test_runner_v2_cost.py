@@ -268,24 +268,31 @@ def test_compaction_is_one_launch_for_all_layers():
 
 
 @inside
-def test_the_host_never_waits_for_traversal():
+@pytest.mark.parametrize("rule", ["mss", "without_replacement", "traversal"])
+def test_draws_cost_as_much_however_many_there_are(rule):
+    """From the speculator's draws to the walk; one launch of it."""
     import numpy as np
-    import torch
     from launches import Meter
-    from test_device_draws import sampled, with_spare
+    from test_device_draws import sampled
+    from test_triton_tree_verify import arguments
     from test_verify_enumeration import no_replacement
     from test_verify_rules import random_batch
 
-    from specinfer_vllm.engine.verifier_v2 import traverse
-    from specinfer_vllm.verify.rules import RULES
+    from specinfer_vllm.triton_kernels.tree_traversal import traverse
+    from specinfer_vllm.triton_kernels.tree_verify import verify
 
-    for seed in (1, 2):
-        rng = np.random.default_rng(seed)
-        batch = random_batch(rng, 40, no_replacement)
-        drawn, slots = sampled(batch, rng)
-        start, tokens, roots = torch.tensor(batch.trees.offsets).int(), batch.rows.tokens.int(), batch.rows.roots
-        keys = {"seed": batch.seed[roots], "position": batch.position, "greedy": roots % 2 == 0}
+    seen = []
+    for requests in (1, 6):
+        rng = np.random.default_rng(1)
+        batch = random_batch(rng, requests, no_replacement)
+        (drawn, slots), given = sampled(batch, rng), arguments(batch, None)
+        drawing = "iid" if rule == "mss" else "without_replacement"
         with Meter().watching("verify") as step:
-            weighed = drawn.listed(drawn.rows(slots, roots >= 0, start, tokens, "without_replacement"))
-            traverse(RULES["traversal"], with_spare(batch.rows), weighed, batch.law.log().float(), **keys)
+            draws = drawn.rows(slots, slots >= 0, given["start"], given["tokens"], drawing)
+            accept = traverse if rule == "traversal" else verify
+            accept(**given, draws=draws, drawing=drawing)
         assert not step.waits, step.waits
+        assert step.launches["verify"]["_traverse" if rule == "traversal" else "_verify"] == 1
+        seen.append(step.launches)
+    assert seen[0] == seen[1]
+    assert seen[0]["verify"].total() < 40

@@ -365,9 +365,8 @@ RULES = {
         "depth": 2,
     },
     "top_k_plus_one": {"ssms": [{"name": "ssm", "expansion": [3, 2]}], "num_nodes": 9, "depth": 2},
-    "traversal": {"ssms": [{"name": "ssm", "expansion": [2, 2]}], "num_nodes": 6, "depth": 2},
+    "traversal": {"ssms": [{"name": "ssm", "expansion": [2, 1]}], "num_nodes": 4, "depth": 2},
 }
-CONTROLLED = ("mss", "traversal")
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 
 from specinfer_vllm.triton_kernels.tree_verify import DraftRows, law_sums
-from specinfer_vllm.verify.draws import Draws
 
 
 @dataclass(frozen=True)
@@ -21,7 +20,6 @@ class SampledDraws:
     law     [requests, draws] int64     row of `laws`
     kept    [requests, draws] bool      it was sampled, and stands in the tree
     laws    [laws, vocab] float32       as sampled from
-    max_order, max_per_request          bounds as of Draws, known to the host
     """
 
     place: torch.Tensor
@@ -30,8 +28,6 @@ class SampledDraws:
     law: torch.Tensor
     kept: torch.Tensor
     laws: torch.Tensor
-    max_order: int
-    max_per_request: int
 
     def rows(
         self, slots: torch.Tensor, is_whole: torch.Tensor, start: torch.Tensor, tokens: torch.Tensor, drawing: str
@@ -60,22 +56,3 @@ class SampledDraws:
         law = self.law[at].flatten()[order].int()
         sums = law_sums(self.laws) if drawing == "without_replacement" else (None, None)
         return DraftRows(begin, row, law, self.laws, *sums)
-
-    def listed(self, rows: DraftRows) -> Draws:
-        """The same draws as the rules in torch take them, as many as were made.
-
-        Those that count as not sampled, behind all others in `rows`, are put on a spare row behind the trees'.
-        """
-        spare, number = len(rows.start) - 1, torch.arange(len(rows.row), device=rows.row.device)
-        parent = torch.searchsorted(rows.start.long(), number, right=True) - 1
-        order = number - rows.start[parent]
-        # More than the bound would be paths whose numbers collided.
-        counts = (parent < spare) & (order < self.max_order)
-        return Draws(
-            row=torch.where(counts, rows.row, spare),
-            law=rows.law.long(),
-            order=torch.where(counts, order, 0),
-            laws=rows.laws,
-            max_order=self.max_order,
-            max_per_request=self.max_per_request,
-        )

@@ -149,15 +149,16 @@ class TreeSpeculator(DraftModelSpeculator):
         """Take the memory that a full step takes beside the LLM's pass, so that vLLM leaves it free of KV blocks.
 
         The SSMs' passes; and laws of every row of as many trees as a step can verify: vLLM's own dummy run has one row
-        per request. Traversal keeps another set of them, and residuals of every level.
+        per request. Rules that weigh draws keep residuals beside, traversal one of every level.
         """
         for ssm in self.ssms:
             ssm.logits(ssm.warm_up(rows)[: self.max_num_reqs * ssm.options.width])
         rows = min(self.max_num_reqs * self.trees.rows, self.max_num_tokens)
         vocab = self.vllm_config.model_config.get_vocab_size()
-        held = 2 * rows
-        if self.rule is not None and self.rule.looks_everywhere:
-            held += rows + self.max_num_reqs * (self.options.max_depth + 1)
+        residuals = 0
+        if self.rule is not None:
+            residuals = self.max_num_reqs * (self.options.max_depth + 1 if self.rule.looks_everywhere else 2)
+        held = 2 * rows + residuals
         torch.empty(held, vocab, dtype=torch.float32, device=self.device)  # freed at once; the peak is what counts
 
     def _drawn(
@@ -187,8 +188,6 @@ class TreeSpeculator(DraftModelSpeculator):
             law=law.clamp(min=0) + torch.arange(requests, device=self.device)[:, None] * per_request,
             kept=(law >= 0) & (number > 0) & (score > -torch.inf),
             laws=torch.cat(laws, dim=1).flatten(0, 1),
-            max_order=sum(ssm.widest for ssm in self.ssms),
-            max_per_request=sum(min(ssm.num_draws, each.shape[1]) for ssm, each in zip(self.ssms, known, strict=True)),
         )
 
     def _sampling(self, input_batch: Any) -> DeviceDraftSampling | None:

@@ -4,7 +4,7 @@
 The sampler's noise is keyed by the request's seed and the position (vllm/v1/worker/gpu/sample/gumbel.py), so a row of
 the accepted path gets the very token that plain decoding would get there: greedy and sampled output alike is plain
 vLLM's, whatever was drafted (naive sampling, SpecInfer section 4.3). Rules that weigh sampled draws walk by their own
-coins instead (triton_kernels/tree_verify.py); plain vLLM's law is theirs too.
+coins instead (triton_kernels/tree_verify.py, tree_traversal.py); plain vLLM's law is theirs too.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn.functional import pad
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
@@ -21,22 +20,19 @@ from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
 from specinfer_vllm.engine.sampling import GREEDY_BELOW
+from specinfer_vllm.triton_kernels.tree_traversal import traverse
 from specinfer_vllm.triton_kernels.tree_verify import Walk, verify
 from specinfer_vllm.triton_kernels.tree_walk import walk
-from specinfer_vllm.verify.walk import TreeRows
 
 if TYPE_CHECKING:
     from specinfer_vllm.engine.device_draws import SampledDraws
     from specinfer_vllm.engine.device_trees import DeviceTrees
-    from specinfer_vllm.verify.draws import Draws
     from specinfer_vllm.verify.rules import Rule
 
 PROCESSED = ("processed_logits", "processed_logprobs")
 # How a rule's drafting is called by triton_kernels/tree_verify.py: a fixed child is no draw, so that k-1 best ones and
 # one sampled are one independent draw.
 DRAWINGS = {"iid": "iid", "top_k_plus_one": "iid", "without_replacement": "without_replacement"}
-
-NOWHERE = -1  # depth of a row that no walk comes to
 
 
 class TreeVerifier:
@@ -105,38 +101,23 @@ class TreeVerifier:
         """Weigh the SSMs' draws against the LLM's law, by the rule."""
         rows = self._rows(batch)
         processed = self.sampler.apply_sampling_params(logits, *rows)
-        states, slots, start = self.sampler.sampling_states, batch.idx_mapping, batch.cu_num_logits
+        states, slots = self.sampler.sampling_states, batch.idx_mapping
         drawing = DRAWINGS[self.rule.drafting]
         whole = async_tensor_h2d(batch.num_draft_tokens_per_req == self.trees.nodes, device=logits.device)
-        keys = {
-            "seed": states.seeds.gpu[slots],
-            "position": batch.positions[batch.logits_indices] + 1,
-            "greedy": states.temperature.gpu[slots] < GREEDY_BELOW,
-        }
-        draws = self.drawn.rows(slots, whole, start, tokens, drawing)
-        if self.rule.looks_everywhere:
-            trees = self._tree_rows(batch, tokens, parent)
-            walked = traverse(self.rule, trees, self.drawn.listed(draws), processed, **keys)
-        else:
-            walked = verify(
-                processed, tokens, parent, start, max_depth=self.max_depth, draws=draws, drawing=drawing, **keys
-            )
-        return walked, processed
-
-    def _tree_rows(self, batch: Any, tokens: torch.Tensor, parent: torch.Tensor) -> TreeRows:
-        """The trees as the rules in torch take them, with a spare row behind them."""
-        start, slots, local = batch.cu_num_logits, batch.expanded_idx_mapping, batch.expanded_local_pos.long()
-        request, rows = self._request_of_rows(batch, len(tokens)), len(tokens)
-        first = start[request].long()
-        parent = torch.where(parent >= 0, first + parent, first)
-        return TreeRows(
-            tokens=pad(tokens.long(), (0, 1), value=-1),
-            parent=pad(parent, (0, 1), value=rows),
-            depth=pad(self.trees.depth[slots, local].long(), (0, 1), value=NOWHERE),
-            request=pad(request, (0, 1)),
-            roots=start[:-1].long(),
+        accept = traverse if self.rule.looks_everywhere else verify
+        walked = accept(
+            processed,
+            tokens,
+            parent,
+            batch.cu_num_logits,
             max_depth=self.max_depth,
+            seed=states.seeds.gpu[slots],
+            position=batch.positions[batch.logits_indices] + 1,
+            greedy=states.temperature.gpu[slots] < GREEDY_BELOW,
+            draws=self.drawn.rows(slots, whole, batch.cu_num_logits, tokens, drawing),
+            drawing=drawing,
         )
+        return walked, processed
 
     def _rows(self, batch: Any) -> tuple[Any, ...]:
         """Arguments of vLLM's sampler behind the logits."""
@@ -150,15 +131,13 @@ class TreeVerifier:
             batch.seq_lens_cpu_upper_bound.numpy(),
         )
 
-    def _request_of_rows(self, batch: Any, rows: int) -> torch.Tensor:
-        """Request of each row, [rows] int64."""
-        sizes = batch.cu_num_logits.diff().long()
-        return torch.arange(batch.num_reqs, device=sizes.device).repeat_interleave(sizes, output_size=rows)
-
     def _logprobs(self, logits: torch.Tensor, walked: Walk, batch: Any, dims: tuple[int, int]) -> LogprobsTensors:
         """Logprobs of the emitted tokens. vLLM takes row j of a request for its j-th token; here it is the path's."""
         column = batch.expanded_local_pos.long().clamp(max=self.max_depth)
-        request = self._request_of_rows(batch, len(logits))
+        sizes = batch.cu_num_logits.diff().long()
+        request = torch.repeat_interleave(
+            torch.arange(batch.num_reqs, device=logits.device), sizes, output_size=len(logits)
+        )
         rows, tokens = walked.rows[request, column].clamp(min=0), walked.tokens[request, column].clamp(min=0)
         num_logprobs, most_ids = dims
         return compute_topk_scores(
@@ -171,29 +150,3 @@ class TreeVerifier:
             max_per_req_token_ids=most_ids,
             logits_mode=self.sampler.logprobs_mode.endswith("logits"),
         )
-
-
-def traverse(
-    rule: Rule,
-    trees: TreeRows,
-    draws: Draws,
-    logits: torch.Tensor,
-    *,
-    seed: torch.Tensor,
-    position: torch.Tensor,
-    greedy: torch.Tensor,
-) -> Walk:
-    """Walk by a rule in torch, as tree_verify.verify does by the others; no host sync.
-
-    trees, draws: with one row more than the logits [rows, vocab], the last. Every request has a row.
-    """
-    law = torch.zeros(len(logits) + 1, logits.shape[1], dtype=torch.float32, device=logits.device)
-    at_rows, request = law[:-1], trees.request[:-1]
-    torch.softmax(logits, dim=-1, dtype=torch.float32, out=at_rows)
-    has_none, best_only = at_rows[:, 0].isnan(), greedy[request]
-    at_rows.masked_fill_((has_none | best_only)[:, None], 0.0)
-    best = logits.argmax(dim=-1, keepdim=True)
-    is_sure = (best_only & ~has_none)[:, None]
-    at_rows.scatter_(1, best, torch.where(is_sure, 1.0, at_rows.gather(1, best)))
-    accepted = rule.verify(trees, draws, law, pad(seed[request], (0, 1)), pad(position, (0, 1)))
-    return Walk(accepted.tokens.contiguous(), accepted.rows.contiguous(), accepted.num_tokens.int())

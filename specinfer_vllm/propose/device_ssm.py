@@ -127,11 +127,6 @@ class DeviceSsm(SsmProposer):
         return self.as_draws(self.levels_drawn)
 
     @property
-    def widest(self) -> int:
-        """Most draws under one node."""
-        return self.options.width if self.static is None else max(level.width for level in self.static)
-
-    @property
     def block_size(self) -> int:
         """Slots per block of its KV cache group."""
         return self.groups[0].kv_cache_spec.block_size
