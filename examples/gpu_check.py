@@ -23,8 +23,17 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 # The longest last. tree_libraries: our tree attention against that of torch and of libraries that are installed.
-KERNELS = ("tree_build", "tree_walk", "recycle", "kv_compact", "tree_verify", "tree_libraries")
-KERNELS += ("mla_attention", "tree_attention")
+KERNELS = (
+    "tree_build",
+    "tree_walk",
+    "recycle",
+    "kv_compact",
+    "tree_verify",
+    "tree_traversal",
+    "tree_libraries",
+    "mla_attention",
+    "tree_attention",
+)
 
 
 def use_this_checkout() -> None:

@@ -12,8 +12,17 @@ import pytest
 pytest.importorskip("triton")
 
 ROOT = Path(__file__).resolve().parent.parent
-KERNELS = {"mla_attention", "tree_attention", "kv_compact", "tree_build", "tree_verify", "tree_walk", "recycle"}
-KERNELS |= {"tree_libraries"}
+KERNELS = {
+    "kv_compact",
+    "mla_attention",
+    "recycle",
+    "tree_attention",
+    "tree_build",
+    "tree_libraries",
+    "tree_traversal",
+    "tree_verify",
+    "tree_walk",
+}
 # What the script does with sys.argv, where neither vLLM nor an installation of this package can be imported.
 BARE = """
 import importlib.abc, importlib.util, runpy, sys

@@ -16,7 +16,7 @@ from vllm.config import KVTransferConfig, ModelConfig  # noqa: E402
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 from vllm.model_executor.model_loader import base_loader  # noqa: E402
 
-from specinfer_vllm.config import TreeOptionError  # noqa: E402
+from specinfer_vllm.config import VERIFIERS, TreeOptionError  # noqa: E402
 from specinfer_vllm.engine import launch  # noqa: E402
 from specinfer_vllm.engine.vocabulary import draftable_tokens  # noqa: E402
 from specinfer_vllm.patches import hooks  # noqa: E402
@@ -241,10 +241,6 @@ def runner_v2(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            {"ssms": ["{ssm}"], "verifier": "traversal"},
-            "verifier: 'traversal' does not run on vLLM's V2 runner yet; use one of auto",
-        ),
         ({"batch_nodes": 64}, "batch_nodes: 64 is not served by vLLM's V2 runner; its trees have num_nodes nodes"),
         ({"row_cost": 0.1}, "row_cost: 0.1 is not served by vLLM's V2 runner; .*; leave it out, and set num_nodes"),
         ({"share_recycling": True}, "share_recycling: True is not served by vLLM's V2 runner; leave it out"),
@@ -252,8 +248,7 @@ def runner_v2(monkeypatch):
         ({"seed": 3}, "seed: 3 is not served by vLLM's V2 runner; .* vLLM's own --seed"),
     ],
 )
-def test_what_the_v2_runner_does_not_serve_is_refused(configure, runner_v2, ssm_path, options, message):
-    options = {key: [str(ssm_path)] if key == "ssms" else value for key, value in options.items()}
+def test_what_the_v2_runner_does_not_serve_is_refused(configure, runner_v2, options, message):
     with pytest.raises(TreeOptionError, match=message):
         configure(options)
 
@@ -264,6 +259,12 @@ def test_the_v2_runner_is_prepared_for(configure, runner_v2):
     assert config.use_v2_model_runner
     assert config.num_lookahead_tokens >= 5
     assert config.speculative_config.use_ngram()  # draft-free proposers scan the tokens, on the device
+
+
+@pytest.mark.parametrize("verifier", VERIFIERS)
+def test_the_v2_runner_serves_every_verifier(configure, runner_v2, ssm_path, verifier):
+    tree = configure({"ssms": [str(ssm_path)], "verifier": verifier}).speculative_config.tree
+    assert tree.verifier == verifier
 
 
 def test_a_runner_that_vllm_takes_on_its_own_is_refused(configure, monkeypatch):

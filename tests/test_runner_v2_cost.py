@@ -303,3 +303,34 @@ def test_an_exchange_of_drafts_costs_as_much_for_any_batch_and_waits_for_nothing
         assert not step.waits
         counts.append(step.counts()["exchange"])
     assert counts[0] == counts[1] < 12
+
+
+@inside
+@pytest.mark.parametrize("rule", ["mss", "without_replacement", "traversal"])
+def test_draws_cost_as_much_however_many_there_are(rule):
+    """From the speculator's draws to the walk; one launch of it."""
+    import numpy as np
+    from launches import Meter
+    from test_device_draws import sampled
+    from test_triton_tree_verify import arguments
+    from test_verify_enumeration import no_replacement
+    from test_verify_rules import random_batch
+
+    from specinfer_vllm.triton_kernels.tree_traversal import traverse
+    from specinfer_vllm.triton_kernels.tree_verify import verify
+
+    seen = []
+    for requests in (1, 6):
+        rng = np.random.default_rng(1)
+        batch = random_batch(rng, requests, no_replacement)
+        (drawn, slots), given = sampled(batch, rng), arguments(batch, None)
+        drawing = "iid" if rule == "mss" else "without_replacement"
+        with Meter().watching("verify") as step:
+            draws = drawn.rows(slots, slots >= 0, given["start"], given["tokens"], drawing)
+            accept = traverse if rule == "traversal" else verify
+            accept(**given, draws=draws, drawing=drawing)
+        assert not step.waits, step.waits
+        assert step.launches["verify"]["_traverse" if rule == "traversal" else "_verify"] == 1
+        seen.append(step.launches)
+    assert seen[0] == seen[1]
+    assert seen[0]["verify"].total() < 40

@@ -24,6 +24,7 @@ from specinfer_vllm.triton_kernels import (  # noqa: E402
     recycle,
     tree_attention,
     tree_build,
+    tree_traversal,
     tree_verify,
     tree_walk,
     tuning,
@@ -326,6 +327,17 @@ def test_the_walk_compiles_without_spills(rule, chip, monkeypatch, tmp_path, cap
     logits = meta(64, 151_936, dtype=torch.bfloat16)
     tree_verify.verify(logits, meta(64), meta(64), meta(9), max_depth=7, **options)
     check(recorder, chip, tmp_path, capsys, rule)
+
+
+@pytest.mark.parametrize("chip", ["sm_80", "sm_90", "sm_100", "gfx942"])
+@pytest.mark.parametrize("max_depth", [5])
+def test_traversal_compiles_without_spills(max_depth, chip, monkeypatch, tmp_path, capsys):
+    (recorder,) = record(monkeypatch, tree_traversal, "_traverse")
+    monkeypatch.setattr(tuning, "architecture", lambda _: chip)
+    logits, draws = meta(64, 151_936, dtype=torch.bfloat16), draft_rows(151_936, torch.float32)
+    keys = {"seed": bits(1)[:, 0], "position": bits(8)[:, 0], "greedy": meta(8, dtype=torch.bool)}
+    tree_traversal.traverse(logits, meta(64), meta(64), meta(9), max_depth=max_depth, draws=draws, **keys)
+    check(recorder, chip, tmp_path, capsys, f"{max_depth} levels")
 
 
 @pytest.mark.parametrize("chip", ["sm_80", "sm_90", "sm_100", "gfx942"])

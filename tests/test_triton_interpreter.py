@@ -24,6 +24,7 @@ KERNELS = [
     "kv_compact",
     "tree_build",
     "tree_verify",
+    "tree_traversal",
     "tree_walk",
     "recycle",
     "device_trees",

@@ -98,7 +98,7 @@ class Walk:
 
 
 @triton.jit
-def _mix(x):
+def mix(x):
     """splitmix64's output function (Steele, Lea, Flood 2014) on uint64."""
     x = x + 0x9E3779B97F4A7C15
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
@@ -107,19 +107,19 @@ def _mix(x):
 
 
 @triton.jit
-def _key(seed, position):
+def key_of(seed, position):
     """What verify/coins.py makes of a request's seed and a position, before the purpose comes in."""
-    return _mix(_mix(seed.to(tl.uint64, bitcast=True)) ^ position.to(tl.uint64, bitcast=True))
+    return mix(mix(seed.to(tl.uint64, bitcast=True)) ^ position.to(tl.uint64, bitcast=True))
 
 
 @triton.jit
-def _coin(key):
+def coin_of(key):
     """A uniform number in [0, 1), float64, from a key."""
-    return (_mix(key) >> 11).to(tl.float64) * 1.1102230246251565e-16  # 2^-53
+    return (mix(key) >> 11).to(tl.float64) * 1.1102230246251565e-16  # 2^-53
 
 
 @triton.jit
-def _block_sums(line, VOCAB: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
+def block_sums(line, VOCAB: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
     """Largest logit of a row, and each block's largest and sum of exp(logit - largest), [BLOCKS]."""
     every = tl.arange(0, BLOCKS)
     maxima = tl.full([BLOCKS], float("-inf"), tl.float32)
@@ -137,7 +137,7 @@ def _block_sums(line, VOCAB: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.const
 
 
 @triton.jit
-def _weights(line, maximum, halves, side, token, inside, VOCAB: tl.constexpr, DRAWING: tl.constexpr):
+def weights_of(line, maximum, halves, side, token, inside, VOCAB: tl.constexpr, DRAWING: tl.constexpr):
     """R of some tokens up to a factor: exp(logit - maximum) while side is -1, then what half `side` keeps."""
     if DRAWING == 0:
         weight = _weights_of_logits(line, maximum, token, inside)
@@ -155,17 +155,17 @@ def _weights_of_logits(line, maximum, token, inside):
 
 
 @triton.jit
-def _refuse(
+def subtract(
     line, maximum, halves, side, kept, inverse, q, scale, shift,
     VOCAB: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, DRAWING: tl.constexpr,
 ):  # fmt: skip
-    """Write relu(R - scale * q - shift) to half `kept`. Returns its sum in each block."""
+    """Write relu(R - scale * q - shift) to half `kept`, R = weights * inverse. Returns its sum in each block."""
     every = tl.arange(0, BLOCKS)
     sums = tl.zeros([BLOCKS], tl.float32)
     for block in range(0, (VOCAB + BLOCK - 1) // BLOCK):
         token = block * BLOCK + tl.arange(0, BLOCK)
         inside = token < VOCAB
-        weight = _weights(line, maximum, halves, side, token, inside, VOCAB, DRAWING)
+        weight = weights_of(line, maximum, halves, side, token, inside, VOCAB, DRAWING)
         drafted = tl.load(q + token, mask=inside, other=0.0).to(tl.float32)
         raw = tl.where(inside, tl.maximum(weight * inverse - (drafted * scale + shift), 0.0), 0.0)
         tl.store(halves + kept * VOCAB + token, raw, mask=inside)
@@ -176,7 +176,7 @@ def _refuse(
 
 
 @triton.jit
-def _sampled(
+def sampled_from(
     line, maximum, halves, side, sums, coin,
     VOCAB: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, DRAWING: tl.constexpr,
 ):  # fmt: skip
@@ -187,7 +187,7 @@ def _sampled(
     block = tl.minimum(block, tl.max(tl.where(sums > 0, every, 0), 0))  # the product can round up to the total
     wanted -= tl.sum(tl.where(every < block, sums, 0.0), 0)
     token = block * BLOCK + tl.arange(0, BLOCK)
-    weight = _weights(line, maximum, halves, side, token, token < VOCAB, VOCAB, DRAWING)
+    weight = weights_of(line, maximum, halves, side, token, token < VOCAB, VOCAB, DRAWING)
     # The block's own sum may round above its last partial sum.
     last = tl.max(tl.where(weight > 0, token, 0), 0)
     reached = (tl.cumsum(weight.to(tl.float64), 0) > wanted) & (weight > 0)
@@ -195,7 +195,7 @@ def _sampled(
 
 
 @triton.jit
-def _most_probable(line, maximum, maxima, VOCAB: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
+def most_probable(line, maximum, maxima, VOCAB: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
     """The lowest token with the largest logit."""
     block = tl.min(tl.where(maxima == maximum, tl.arange(0, BLOCKS), BLOCKS - 1), 0)
     token = block * BLOCK + tl.arange(0, BLOCK)
@@ -204,7 +204,7 @@ def _most_probable(line, maximum, maxima, VOCAB: tl.constexpr, BLOCK: tl.constex
 
 
 @triton.jit
-def _drafted_from(own, law, previous, taken, earlier, law_mass, law_support, VOCAB: tl.constexpr):
+def drafted_from(own, law, previous, taken, earlier, law_mass, law_support, VOCAB: tl.constexpr):
     """(scale, shift): the draw came from scale * q + shift on the tokens its SSM had not drawn before; R is 0 on those.
 
     taken, earlier: mass and number of the draws before it from the law `previous`.
@@ -243,17 +243,17 @@ def _try_draws(
         scale = inverse * 0 + 1
         shift = inverse * 0
         if DRAWING == WITHOUT_REPLACEMENT:
-            scale, shift, taken, earlier = _drafted_from(
+            scale, shift, taken, earlier = drafted_from(
                 own, law, previous, taken, earlier, law_mass, law_support, VOCAB
             )
             previous = law
-        weight = _weights(line, maximum, halves, side, x, x >= 0, VOCAB, DRAWING).to(tl.float64)
-        coin = _coin(_mix(_mix(key ^ ACCEPT) ^ (draw - first).to(tl.uint64)))
+        weight = weights_of(line, maximum, halves, side, x, x >= 0, VOCAB, DRAWING).to(tl.float64)
+        coin = coin_of(mix(mix(key ^ ACCEPT) ^ (draw - first).to(tl.uint64)))
         if coin * (scale * own + shift) < weight * inverse:
             accepted = carrier
         else:
             kept = tl.where(side == 0, 1, 0)
-            rest = _refuse(
+            rest = subtract(
                 line, maximum, halves, side, kept, inverse.to(tl.float32), q, scale.to(tl.float32),
                 shift.to(tl.float32), VOCAB, BLOCK, BLOCKS, DRAWING,
             )  # fmt: skip
@@ -325,16 +325,16 @@ def _verify(
     while (node >= 0) & (count < width):
         row = (first + node).to(tl.int64)
         line = logits + row * logits_stride
-        maximum, maxima, sums = _block_sums(line, VOCAB, BLOCK, BLOCKS)
+        maximum, maxima, sums = block_sums(line, VOCAB, BLOCK, BLOCKS)
         total = tl.sum(sums, 0)
         accepted = node * 0 - 1
         token = node * 0 + VOCAB
         if (total > 0) & (total < float("inf")):
             if HAS_COINS:
                 if best_only:
-                    token = _most_probable(line, maximum, maxima, VOCAB, BLOCK, BLOCKS)
+                    token = most_probable(line, maximum, maxima, VOCAB, BLOCK, BLOCKS)
                 else:
-                    key = _key(tl.load(seed + request), tl.load(position + row))
+                    key = key_of(tl.load(seed + request), tl.load(position + row))
                     side = node * 0 - 1
                     if DRAWING != 0:
                         carrier, side, sums = _try_draws(
@@ -345,10 +345,10 @@ def _verify(
                             accepted = carrier - first
                             token = tl.load(tokens + carrier).to(tl.int32)
                     if accepted < 0:
-                        coin = _coin(_mix(key ^ SAMPLE))
-                        token = _sampled(line, maximum, halves, side, sums, coin, VOCAB, BLOCK, BLOCKS, DRAWING)
+                        coin = coin_of(mix(key ^ SAMPLE))
+                        token = sampled_from(line, maximum, halves, side, sums, coin, VOCAB, BLOCK, BLOCKS, DRAWING)
             else:
-                token = _most_probable(line, maximum, maxima, VOCAB, BLOCK, BLOCKS)
+                token = most_probable(line, maximum, maxima, VOCAB, BLOCK, BLOCKS)
         if accepted < 0:
             accepted = child_of(tokens, parent, first, rows, node, token, BLOCK_CHILDREN)
         tl.store(out_tokens + request * width + count, token.to(tl.int64))
@@ -417,11 +417,11 @@ def verify(
     speculative sampling; also k-1 best + 1 sampled) or `without_replacement`. residual, out: allocated when missing.
     Raises ValueError that names the tensor or option at fault.
     """
-    _check(logits, tokens, parent, start, max_depth, seed, position, greedy)
+    check_trees(logits, tokens, parent, start, max_depth, seed, position, greedy)
     requests, vocab = len(start) - 1, logits.shape[1]
     if draws is not None:
-        _check_draws(draws, drawing, len(tokens), vocab, seed)
-        residual = _residual(residual, requests, vocab, logits.device)
+        check_draws(draws, drawing, len(tokens), vocab, seed)
+        residual = workspace(residual, residual_size(requests, vocab), logits.device)
     width = max_depth + 1
     out = out or Walk.empty(requests, width, logits.device)
     out.check(requests, width)
@@ -457,7 +457,7 @@ def verify(
     return out
 
 
-def _check(logits, tokens, parent, start, max_depth, seed, position, greedy) -> None:
+def check_trees(logits, tokens, parent, start, max_depth, seed, position, greedy) -> None:
     """Raise ValueError for shapes and dtypes that the kernel does not take. Looks at no contents."""
     if logits.dim() != 2 or logits.stride(1) != 1 or not logits.is_floating_point() or logits.dtype == torch.float64:
         raise ValueError(f"logits: {tuple(logits.shape)} {logits.dtype} must be [rows, vocab] fp16, bf16 or fp32")
@@ -487,7 +487,7 @@ def check_list(name: str, tensor: torch.Tensor | None, dtype: torch.dtype | None
         raise ValueError(f"{name}: {tensor.dtype} must be {dtypes[-1]}")
 
 
-def _check_draws(draws: DraftRows, drawing: str, rows: int, vocab: int, seed: torch.Tensor | None) -> None:
+def check_draws(draws: DraftRows, drawing: str, rows: int, vocab: int, seed: torch.Tensor | None) -> None:
     """Raise ValueError for draws that the kernel does not take. Looks at no contents."""
     if drawing not in DRAWINGS:
         raise ValueError(f"drawing: {drawing!r} must be one of {', '.join(DRAWINGS)}")
@@ -505,9 +505,8 @@ def _check_draws(draws: DraftRows, drawing: str, rows: int, vocab: int, seed: to
         check_list("draws.support", draws.support, torch.int32, len(draws.laws))
 
 
-def _residual(residual: torch.Tensor | None, requests: int, vocab: int, device: torch.device) -> torch.Tensor:
-    """The workspace for residuals. ValueError when it is too small."""
-    size = residual_size(requests, vocab)
+def workspace(residual: torch.Tensor | None, size: int, device: torch.device) -> torch.Tensor:
+    """The workspace for residuals, of so many elements. ValueError when it is too small."""
     if residual is None:
         residual = torch.empty(size, dtype=torch.float32, device=device)
     if residual.dtype != torch.float32 or residual.numel() < size or not residual.is_contiguous():

@@ -257,6 +257,17 @@ def verify_plan(name: str, vocab: int) -> VerifyPlan:
     return VerifyPlan(block=_clamp(triton.next_power_of_2(vocab), 256, 2048), num_warps=4)
 
 
+@cache
+def traversal_plan(name: str, vocab: int) -> VerifyPlan:
+    """As verify_plan, for a program that holds a path in registers beside: 4 tokens per thread.
+
+    With other sizes some chip spills with Triton 3.6 or 3.9.
+    """
+    if name == INTERPRETER:
+        return VerifyPlan(block=_clamp(triton.next_power_of_2(vocab) // 2, 4, 4096), num_warps=1)
+    return VerifyPlan(block=_clamp(triton.next_power_of_2(vocab), 256, 1024), num_warps=8)
+
+
 def _splits(wanted: int, max_keys: int, least_keys: int) -> int:
     """The largest power of two of at most `wanted` splits with at least `least_keys` keys each."""
     limit = min(wanted, max(1, max_keys // least_keys), MAX_SPLITS)

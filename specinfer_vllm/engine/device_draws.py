@@ -30,7 +30,7 @@ class SampledDraws:
     laws: torch.Tensor
 
     def rows(
-        self, slots: torch.Tensor, is_whole: torch.Tensor, start: torch.Tensor, num_rows: int, drawing: str
+        self, slots: torch.Tensor, is_whole: torch.Tensor, start: torch.Tensor, tokens: torch.Tensor, drawing: str
     ) -> DraftRows:
         """The draws of a batch's trees, as tree_verify takes them.
 
@@ -38,16 +38,21 @@ class SampledDraws:
         is_whole  [requests] bool           all nodes are verified. What is left of a cut tree depends on the tokens
                                             drawn, so that its draws count as not sampled
         start     [requests + 1] int32      rows of each request
+        tokens    [rows] int32              of the trees. One that was taken away (-1) cannot be accepted, and to refuse
+                                            it would be to say that the LLM did: its draw counts as not sampled
         drawing   as of tree_verify
         """
+        num_rows = len(tokens)
         place = self.place[slots]
         at = place.clamp(min=0)
         weighed = self.kept[at] & (is_whole & (place >= 0))[:, None]
         first = start[:-1, None].long()
+        row = first + self.node[at]
+        weighed &= tokens[row.clamp(max=num_rows - 1)] >= 0
         parent = torch.where(weighed, first + self.parent[at], num_rows).flatten()
         order = parent.argsort(stable=True)
         begin = torch.searchsorted(parent[order], torch.arange(num_rows + 1, device=parent.device), out_int32=True)
-        row = (first + self.node[at]).flatten()[order].int()
+        row = row.flatten()[order].int()
         law = self.law[at].flatten()[order].int()
         sums = law_sums(self.laws) if drawing == "without_replacement" else (None, None)
         return DraftRows(begin, row, law, self.laws, *sums)

@@ -115,7 +115,7 @@ def prepare(args: Any, options: TreeOptions) -> None:
     refuse_unknown_vllm()
     refuse(ARGUMENTS, args)
     if uses_runner_v2():
-        refuse_verifier(options)
+        refuse_options(options)
     else:
         refuse(ARGUMENTS_V1, args)
         refuse_placement(options, args.tensor_parallel_size)
@@ -207,8 +207,6 @@ def refuse_unknown_vllm() -> None:
         ) from missing
 
 
-# What the V2 runner's verifier does so far.
-V2_VERIFIERS = ("auto", "greedy", "naive", "mss", "without_replacement", "top_k_plus_one")
 FIXED = "its trees have num_nodes nodes in every step; leave it out, and set num_nodes"
 # Options that it would not read: the values that say nothing, and the fix.
 V2_OPTIONS: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -222,13 +220,8 @@ V2_OPTIONS: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 
 
-def refuse_verifier(options: TreeOptions) -> None:
+def refuse_options(options: TreeOptions) -> None:
     """Raise TreeOptionError for options that the V2 runner does not serve yet."""
-    if options.verifier not in V2_VERIFIERS:
-        raise TreeOptionError(
-            f"{WHERE}.verifier: {options.verifier!r} does not run on vLLM's V2 runner yet; use one of "
-            f"{', '.join(V2_VERIFIERS)}"
-        )
     for name, (served, fix) in V2_OPTIONS.items():
         if getattr(options, name) not in served:
             raise TreeOptionError(

@@ -189,12 +189,16 @@ class TreeSpeculator(DraftModelSpeculator):
         """Take the memory that a full step takes beside the LLM's pass, so that vLLM leaves it free of KV blocks.
 
         The SSMs' passes; and laws of every row of as many trees as a step can verify: vLLM's own dummy run has one row
-        per request.
+        per request. Rules that weigh draws keep residuals beside, traversal one of every level.
         """
         self.ssms.profile(rows)
         rows = min(self.max_num_reqs * self.trees.rows, self.max_num_tokens)
         vocab = self.vllm_config.model_config.get_vocab_size()
-        torch.empty(2, rows, vocab, dtype=torch.float32, device=self.device)  # freed at once; the peak is what counts
+        residuals = 0
+        if self.rule is not None:
+            residuals = self.max_num_reqs * (self.options.max_depth + 1 if self.rule.looks_everywhere else 2)
+        held = 2 * rows + residuals
+        torch.empty(held, vocab, dtype=torch.float32, device=self.device)  # freed at once; the peak is what counts
 
     def _drawn(
         self,

@@ -4,7 +4,7 @@
 The sampler's noise is keyed by the request's seed and the position (vllm/v1/worker/gpu/sample/gumbel.py), so a row of
 the accepted path gets the very token that plain decoding would get there: greedy and sampled output alike is plain
 vLLM's, whatever was drafted (naive sampling, SpecInfer section 4.3). Rules that weigh sampled draws walk by their own
-coins instead (triton_kernels/tree_verify.py); plain vLLM's law is theirs too.
+coins instead (triton_kernels/tree_verify.py, tree_traversal.py); plain vLLM's law is theirs too.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
 from specinfer_vllm.engine.sampling import GREEDY_BELOW
+from specinfer_vllm.triton_kernels.tree_traversal import traverse
 from specinfer_vllm.triton_kernels.tree_verify import Walk, verify
 from specinfer_vllm.triton_kernels.tree_walk import walk
 
@@ -103,7 +104,8 @@ class TreeVerifier:
         states, slots = self.sampler.sampling_states, batch.idx_mapping
         drawing = DRAWINGS[self.rule.drafting]
         whole = async_tensor_h2d(batch.num_draft_tokens_per_req == self.trees.nodes, device=logits.device)
-        walked = verify(
+        accept = traverse if self.rule.looks_everywhere else verify
+        walked = accept(
             processed,
             tokens,
             parent,
@@ -112,7 +114,7 @@ class TreeVerifier:
             seed=states.seeds.gpu[slots],
             position=batch.positions[batch.logits_indices] + 1,
             greedy=states.temperature.gpu[slots] < GREEDY_BELOW,
-            draws=self.drawn.rows(slots, whole, batch.cu_num_logits, len(tokens), drawing),
+            draws=self.drawn.rows(slots, whole, batch.cu_num_logits, tokens, drawing),
             drawing=drawing,
         )
         return walked, processed

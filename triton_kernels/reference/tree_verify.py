@@ -64,10 +64,10 @@ def verify(
             elif not sampled:
                 token = int(logits[row].float().argmax())
             else:
-                coin = partial(_coin, int(seed[request]), int(position[row]))
+                coin = partial(coin_of, int(seed[request]), int(position[row]))
                 if draws is not None:
                     below, law = _try_draws(row, law, coin, tokens, draws, drawing, distances)
-                token = int(tokens[below]) if below is not None else _sampled(law, coin(SAMPLE), distances)
+                token = int(tokens[below]) if below is not None else pick(law, coin(SAMPLE), distances)
             emitted.append(token)
             row = below if below is not None else child.get((row, token))
         for column, list_ in ((out.tokens, emitted), (out.rows, rows)):
@@ -97,7 +97,7 @@ def _try_draws(
             previous, drawn = which, []
         x, q = int(tokens[carrier]), draws.laws[which].double()
         if drawing == "without_replacement":
-            q = _without(q, drawn)
+            q = without(q, drawn)
         tossed, p, d = coin(ACCEPT, number), float(law[x]), float(q[x])
         if d > 0:
             distances.append(abs(tossed - p / d))
@@ -109,7 +109,7 @@ def _try_draws(
     return None, law
 
 
-def _without(law: torch.Tensor, drawn: list[int]) -> torch.Tensor:
+def without(law: torch.Tensor, drawn: list[int]) -> torch.Tensor:
     """The law [vocab] once `drawn` are taken out; uniform over the rest where that leaves nothing. Sums to 1."""
     drawn = torch.tensor(drawn, dtype=torch.int64, device=law.device)
     rest = law.index_fill(0, drawn, 0)
@@ -118,7 +118,7 @@ def _without(law: torch.Tensor, drawn: list[int]) -> torch.Tensor:
     return rest / rest.sum()
 
 
-def _sampled(law: torch.Tensor, coin: float, distances: list[float]) -> int:
+def pick(law: torch.Tensor, coin: float, distances: list[float]) -> int:
     """Inverse-CDF sample of a law [vocab]: the first token whose cumulative sum exceeds coin * total."""
     cdf = law.cumsum(0)
     wanted = torch.minimum(coin * cdf[-1], torch.nextafter(cdf[-1], torch.zeros_like(cdf[-1])))
@@ -136,7 +136,7 @@ def _mix(x: int) -> int:
     return x ^ (x >> 31)
 
 
-def _coin(seed: int, position: int, purpose: int, index: int | None = None) -> float:
+def coin_of(seed: int, position: int, purpose: int, index: int | None = None) -> float:
     """A uniform number in [0, 1) with 53 random bits, as verify/coins.py makes it; index of the draw for ACCEPT."""
     key = _mix(_mix(_mix(seed & MASK) ^ (position & MASK)) ^ purpose)
     if index is not None:

@@ -129,16 +129,16 @@ def _mismatches(batch: Batch, rule: str) -> int:
     clear = margin.to(made.tokens.device) > CLOSE
     if clear.sum() < requests / 2:
         raise RuntimeError(f"only {int(clear.sum())} of {requests} requests have no coin close to an edge")
-    return int((_differ(made, expected) & clear).sum())
+    return int((differ(made, expected) & clear).sum())
 
 
-def _differ(made: Walk, expected: Walk) -> torch.Tensor:
+def differ(made: Walk, expected: Walk) -> torch.Tensor:
     """Which requests' walks are not the same, [requests] bool."""
     tokens, rows = (made.tokens != expected.tokens).any(1), (made.rows != expected.rows).any(1)
     return tokens | rows | (made.num_tokens != expected.num_tokens)
 
 
-def _mixed(batch: Batch) -> Batch:
+def mixed(batch: Batch) -> Batch:
     """Every third request greedy; a row without a law."""
     requests = len(batch.keys["seed"])
     greedy = torch.arange(requests, device=batch.keys["seed"].device) % 3 == 0
@@ -162,7 +162,7 @@ def check(device: torch.device, tiny: bool) -> Iterator[measure.Check]:
             continue
         for rule in RULES:
             yield measure.checked(f"{rule}, {size}", 0, _mismatches, batch, rule)
-        yield measure.checked(f"mss, some greedy, a row of NaN, {size}", 0, _mismatches, _mixed(batch), "mss")
+        yield measure.checked(f"mss, some greedy, a row of NaN, {size}", 0, _mismatches, mixed(batch), "mss")
         yield measure.checked(f"sums of laws, {size}", 1e-12, _sums_error, batch)
 
 
