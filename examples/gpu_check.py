@@ -23,7 +23,16 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 # The longest last.
-KERNELS = ("tree_build", "tree_walk", "recycle", "kv_compact", "tree_verify", "mla_attention", "tree_attention")
+KERNELS = (
+    "tree_build",
+    "tree_walk",
+    "tree_counts",
+    "recycle",
+    "kv_compact",
+    "tree_verify",
+    "mla_attention",
+    "tree_attention",
+)
 
 
 def use_this_checkout() -> None:

@@ -12,7 +12,16 @@ import pytest
 pytest.importorskip("triton")
 
 ROOT = Path(__file__).resolve().parent.parent
-KERNELS = {"mla_attention", "tree_attention", "kv_compact", "tree_build", "tree_verify", "tree_walk", "recycle"}
+KERNELS = {
+    "mla_attention",
+    "tree_attention",
+    "kv_compact",
+    "tree_build",
+    "tree_verify",
+    "tree_walk",
+    "tree_counts",
+    "recycle",
+}
 # What the script does with sys.argv, where neither vLLM nor an installation of this package can be imported.
 BARE = """
 import importlib.abc, importlib.util, runpy, sys

@@ -25,6 +25,7 @@ KERNELS = [
     "tree_build",
     "tree_verify",
     "tree_walk",
+    "tree_counts",
     "recycle",
     "device_trees",
     "backend",

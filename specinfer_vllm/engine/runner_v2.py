@@ -27,6 +27,7 @@ from specinfer_vllm.engine.speculator import TreeSpeculator
 from specinfer_vllm.engine.successors import top
 from specinfer_vllm.engine.verifier_v2 import TreeVerifier
 from specinfer_vllm.propose.recycling import WIDTH
+from specinfer_vllm.triton_kernels.tree_counts import CountedTrees
 from specinfer_vllm.triton_kernels.tree_verify import Walk
 
 # vLLM's own logits processors on the V2 runner (vllm/v1/worker/gpu/sample/sampler.py).
@@ -39,7 +40,7 @@ class StepRows:
 
     tables      block table of each KV cache group [requests, blocks] int32
     prefix_len  [requests] int32    committed tokens in front of the first row that has logits
-    rows        start [requests + 1], and of each row that has logits its token and owner, as DeviceStats takes them
+    rows        start [requests + 1], and of each row that has logits its token and owner, as CountedTrees takes them
     """
 
     tables: tuple[torch.Tensor, ...]
@@ -146,11 +147,10 @@ class TreeRunnerV2Mixin:
         """As upstream, once the K/V of the accepted path stand where plain decoding would have put them."""
         verifier, stats = self.rejection_sampler, self.speculator.stats
         walked, verifier.walked = verifier.walked, None
-        stats.observe(num_sampled)
+        stats.observe(num_sampled, None if walked is None else CountedTrees(walked.rows, *self.step.rows))
         if walked is not None:
             self._compact(walked)
             self._observe(walked, verifier.logits, idx_mapping)
-            stats.observe_trees(walked, *self.step.rows)
             verifier.logits = None
         super().postprocess_sampled(idx_mapping, sampled_tokens, num_sampled, *args, **kwargs)
 
