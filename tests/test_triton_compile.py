@@ -279,7 +279,7 @@ def test_mla_fits_the_smaller_relatives(case, chip, most, monkeypatch, tmp_path,
 def test_compaction_compiles_without_spills(chip, monkeypatch, tmp_path, capsys):
     (recorder,) = record(monkeypatch, kv_compact, "_compact")
     geometry = kv_compact.CacheGeometry(meta(60, kv_compact.FIELDS, dtype=torch.int64), 16, 8, 256)
-    kv_compact.compact(geometry, bits(1, 8), bits(1, 8))
+    kv_compact.compact(geometry, bits(9, 1).view(8, 9), meta(8), meta(8, 512))
     check(recorder, chip, tmp_path, capsys, "bf16, 8 x 128")
 
 

@@ -22,7 +22,7 @@ from specinfer_vllm.attention.cpu_kv_layout import layout_of
 from specinfer_vllm.attention.tree_batch import TreeBatch
 from specinfer_vllm.engine.draft_tokens import TreeDraftTokenIds
 from specinfer_vllm.engine.gpu_kv_compaction import GpuKvCompaction
-from specinfer_vllm.engine.kv_compaction import CpuKvCompaction, llm_layers, slots_in
+from specinfer_vllm.engine.kv_compaction import CpuKvCompaction, llm_layers
 from specinfer_vllm.engine.speculator import TreeSpeculator
 from specinfer_vllm.engine.successors import top
 from specinfer_vllm.engine.verifier_v2 import TreeVerifier
@@ -155,12 +155,8 @@ class TreeRunnerV2Mixin:
         super().postprocess_sampled(idx_mapping, sampled_tokens, num_sampled, *args, **kwargs)
 
     def _compact(self, walked: Walk) -> None:
-        node = walked.rows - walked.rows[:, :1]
-        node = torch.where(walked.rows < 0, self.level, node)  # in place: nothing moves
-        index = self.step.prefix_len[:, None] + torch.cat([node, self.level.expand_as(node)], dim=1)
         for group, compaction in self._compactions():
-            places = slots_in(self.step.tables[group], index, compaction.block_size)
-            compaction.move(*places.chunk(2, dim=1))
+            compaction.compact(walked, self.step.prefix_len, self.step.tables[group])
 
     def _compactions(self) -> list[tuple[int, Any]]:
         """One compaction per KV cache group and shape of the LLM's layers; SSMs re-read the path instead."""
