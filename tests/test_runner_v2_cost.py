@@ -268,3 +268,27 @@ def test_compaction_is_one_launch_for_all_layers():
         with Meter().watching("compact") as step:
             compaction.compact(walked, torch.zeros(requests, dtype=torch.int32), table)
         assert step.counts() == {"compact": 1} and not step.waits
+
+
+@inside
+def test_groups_of_layers_are_a_launch_each_along_their_own_tables():
+    """Group 0 has blocks of 8 slots, group 1 of 4: what stands at index 6 of the sequence moves to index 2."""
+    import torch
+    from launches import Meter
+
+    from specinfer_vllm.engine.gpu_kv_compaction import GpuKvCompaction
+    from specinfer_vllm.engine.runner_v2 import StepRows, TreeRunnerV2Mixin
+    from specinfer_vllm.triton_kernels.tree_verify import Walk
+
+    caches = [torch.randn(4, 2, size, 16) for size in (8, 4)]
+    expected = [cache.clone() for cache in caches]
+    expected[0][1, :, 2] = caches[0][1, :, 6]
+    expected[1][2, :, 2] = caches[1][3, :, 2]
+    groups = [(group, GpuKvCompaction([cache])) for group, cache in enumerate(caches)]
+    tables = torch.tensor([[1, 0]]).int(), torch.tensor([[2, 3]]).int()
+    runner = SimpleNamespace(step=StepRows(tables, torch.tensor([1]).int(), ()), _compactions=lambda: groups)
+    path = torch.tensor([[7, 12, -1]])
+    with Meter().watching("compact") as step:
+        TreeRunnerV2Mixin._compact(runner, Walk(path, path, torch.tensor([2]).int()))
+    assert step.counts() == {"compact": 2} and not step.waits
+    assert all(map(torch.equal, caches, expected))
