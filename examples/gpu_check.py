@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 KERNELS = (
     "tree_build",
     "tree_walk",
+    "tree_counts",
     "recycle",
     "kv_compact",
     "tree_verify",

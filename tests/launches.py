@@ -58,7 +58,7 @@ ELSEWHERE = [
     (LlamaForCausalLM, "forward"),
     (LlamaForCausalLM, "compute_logits"),
     (TreeCPUAttentionMetadataBuilder, "build"),
-    (CpuKvCompaction, "move"),
+    (CpuKvCompaction, "compact"),
 ]
 
 READS = {"item", "tolist", "numpy", "cpu", "__array__", "__bool__", "__int__", "__float__", "__index__", "__complex__"}

@@ -18,6 +18,7 @@ KERNELS = {
     "recycle",
     "tree_attention",
     "tree_build",
+    "tree_counts",
     "tree_libraries",
     "tree_traversal",
     "tree_verify",

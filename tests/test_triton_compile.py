@@ -24,6 +24,7 @@ from specinfer_vllm.triton_kernels import (  # noqa: E402
     recycle,
     tree_attention,
     tree_build,
+    tree_counts,
     tree_traversal,
     tree_verify,
     tree_walk,
@@ -49,6 +50,7 @@ class Recorder:
         """The source and options that Triton would compile for a launch."""
         _, args, kwargs = self.launches[launch]
         names, fixed = self.kernel.arg_names, {p.name for p in self.kernel.params if p.do_not_specialize}
+        unaligned = {p.name for p in self.kernel.params if p.do_not_specialize_on_alignment}
         options = {name: value for name, value in kwargs.items() if name not in names}
         values = dict(zip(names, args, strict=False)) | {k: v for k, v in kwargs.items() if k in names}
         signature, constants, hints = {}, {}, {}
@@ -59,7 +61,7 @@ class Recorder:
                 signature[name], constants[(i,)] = "constexpr", value
                 continue
             signature[name] = mangle_type(value)
-            if isinstance(value, torch.Tensor) or (special and value % 16 == 0):
+            if (isinstance(value, torch.Tensor) and name not in unaligned) or (special and value % 16 == 0):
                 hints[(i,)] = [["tt.divisibility", 16]]
         return ASTSource(self.kernel, signature, constants, hints), options
 
@@ -278,7 +280,7 @@ def test_mla_fits_the_smaller_relatives(case, chip, most, monkeypatch, tmp_path,
 def test_compaction_compiles_without_spills(chip, monkeypatch, tmp_path, capsys):
     (recorder,) = record(monkeypatch, kv_compact, "_compact")
     geometry = kv_compact.CacheGeometry(meta(60, kv_compact.FIELDS, dtype=torch.int64), 16, 8, 256)
-    kv_compact.compact(geometry, bits(1, 8), bits(1, 8))
+    kv_compact.compact(geometry, bits(9, 1).view(8, 9), meta(8), meta(8, 512))
     check(recorder, chip, tmp_path, capsys, "bf16, 8 x 128")
 
 
@@ -345,6 +347,21 @@ def test_the_walk_along_chosen_tokens_compiles_without_spills(chip, monkeypatch,
     (recorder,) = record(monkeypatch, tree_walk, "_walk")
     tree_walk.walk(meta(72, dtype=torch.int64), meta(72), meta(72), meta(9), max_depth=8)
     check(recorder, chip, tmp_path, capsys, "8 nodes")
+
+
+COUNTS = {"2 proposers": 2, "31 proposers": 31, "no trees": None}
+
+
+@pytest.mark.parametrize("chip", ["sm_80", "sm_90", "sm_100", "gfx942"])
+@pytest.mark.parametrize("case", COUNTS)
+def test_counting_compiles_without_spills(case, chip, monkeypatch, tmp_path, capsys):
+    (recorder,) = record(monkeypatch, tree_counts, "_count")
+    owners, trees = COUNTS[case] or 2, None
+    if COUNTS[case]:
+        trees = tree_counts.CountedTrees(bits(9, 1).view(8, 9), meta(9), meta(72), meta(72))
+    sums = meta(len(tree_counts.SUMS), dtype=torch.int64), meta(2, owners, dtype=torch.int64)
+    tree_counts.count(*sums, meta(8), trees)
+    check(recorder, chip, tmp_path, capsys, case)
 
 
 def launch_ngram(nodes):

@@ -26,6 +26,7 @@ KERNELS = [
     "tree_verify",
     "tree_traversal",
     "tree_walk",
+    "tree_counts",
     "recycle",
     "device_trees",
     "backend",

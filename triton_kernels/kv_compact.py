@@ -1,21 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """Moves the K/V of accepted nodes to the slots of the path: all layers, K, V and scales in one launch.
 
-In    source, destination  [requests, width] int64      physical slots (block * block_size + offset), or [moves]: one
-                                                        request's; negative = no move; source == destination = no move
-      geometry             [caches, FIELDS] int64       one row per cache tensor, see cache_geometry: address, distances
-                                                        in bytes, where the bytes of a slot stand; any dtype and layout
-In/out                     the cache tensors behind the addresses
+In    path          [requests, width] int64         rows of the walk (Walk.rows): the root, then the accepted nodes; -1
+                                                    behind. A request's rows stand side by side
+      prefix_len    [requests] int32                committed tokens in front of the root
+      block_table   [requests, max_blocks] int32    blocks of each request's sequence; more rows do no harm, row stride
+                                                    free
+      geometry      [caches, FIELDS] int64          one row per cache tensor, see cache_geometry: address, distances in
+                                                    bytes, where the bytes of a slot stand; any dtype and layout
+In/out              the cache tensors behind the addresses
+
+The K/V of the path's entry l stand at index prefix_len + path[l] - path[0] of the request's sequence, and move to index
+prefix_len + l; nothing moves where these are one. Index i stands in slot i % block_size of block block_table[i //
+block_size].
 
 A slot's bytes are `pieces` runs of `piece_bytes` each: one in NHD, one per head in HND. A program takes a request, a
 cache and a column of these bytes, and goes through the moves in order, reading four of them before it writes them. A
 thread reads and writes the same bytes of every slot, so moves need no barrier among each other.
 
-Contract: within a request no move reads a slot that an earlier move writes. A path's moves keep it, since sources rise
-and a destination never lies behind its source. Slots of different requests differ.
-Undefined: a destination that occurs twice in a request; slots past the cache. Tensors must outlive the geometry.
-Bytes: 2 * moves * bytes of a slot over all caches; requests whose path is in place read their slot numbers and stop.
-Products of blocks and distances are 64-bit.
+Contract: a path's rows rise, since parents stand before children. So no move reads a slot that an earlier move of its
+request writes: sources rise, and a destination never lies behind its source. Slots of different requests differ.
+Undefined: a path that does not rise; blocks past the cache. Tensors must outlive the geometry. Not read: entries of the
+block table that hold no move's source or destination.
+Bytes: 2 * moves * bytes of a slot over all caches; requests whose path is in place read it and stop. Products of rows,
+blocks and distances are 64-bit.
 """
 
 from __future__ import annotations
@@ -92,30 +100,29 @@ def _geometry_row(cache: torch.Tensor) -> tuple[int, int, int, int, int, int]:
 
 
 @triton.jit
-def _slot_pair(source, destination, request, move, width, source_stride, destination_stride):
-    """Source and destination of a move, -1 where there is none."""
-    inside = move < width
-    src = tl.load(source + request * source_stride + move, mask=inside, other=-1)
-    dst = tl.load(destination + request * destination_stride + move, mask=inside, other=-1)
-    moves = (src >= 0) & (dst >= 0) & (src != dst)
-    return tl.where(moves, src, -1), dst
+def _moved(path, root, level, width):
+    """The node that moves to a level of the path, counted from the root; -1 = none."""
+    row = tl.load(path + level, mask=level < width, other=-1)
+    node = (row - root).to(tl.int32)
+    return tl.where((row >= 0) & (node != level), node, -1)
 
 
 @triton.jit
-def _place(base, slot, within, block_stride, slot_stride, BLOCK_SIZE: tl.constexpr):
-    """Addresses of a slot's columns, in units."""
-    return base + (slot // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * slot_stride) + within
+def _place(base, blocks, index, node, within, block_stride, slot_stride, BLOCK_SIZE: tl.constexpr):
+    """Addresses of the columns, in units, at an index of the sequence; node = the one that moves, -1 = none."""
+    block = tl.load(blocks + index // BLOCK_SIZE, mask=node >= 0, other=0).to(tl.int64)
+    return base + (block * block_stride + index % BLOCK_SIZE * slot_stride) + within
 
 
-@triton.jit(do_not_specialize=["width", "source_stride", "destination_stride"])
+@triton.jit(do_not_specialize=["width", "table_stride"])
 def _compact(
-    source,
-    destination,
+    path,
+    prefix_len,
+    block_table,
     geometry,
     unit_like,  # pointer of the unit's type, for the type only
     width,
-    source_stride,
-    destination_stride,
+    table_stride,
     FIELDS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     UNIT: tl.constexpr,
@@ -124,6 +131,10 @@ def _compact(
     """Program (columns, cache, request): the request's moves in order."""
     cache = geometry + tl.program_id(1) * FIELDS
     request = tl.program_id(2).to(tl.int64)
+    path += request * width
+    blocks = block_table + request * table_stride
+    root = tl.load(path)
+    prefix = tl.load(prefix_len + request)
     base = tl.load(cache).to(unit_like.dtype)
     block_stride = tl.load(cache + 1) // UNIT
     slot_stride = tl.load(cache + 2) // UNIT
@@ -133,56 +144,71 @@ def _compact(
     inside = column < tl.load(cache + 4).to(tl.int32) * piece
     within = (column // piece).to(tl.int64) * piece_stride + column % piece
 
-    for move in range(0, width, 4):
-        src0, dst0 = _slot_pair(source, destination, request, move, width, source_stride, destination_stride)
-        src1, dst1 = _slot_pair(source, destination, request, move + 1, width, source_stride, destination_stride)
-        src2, dst2 = _slot_pair(source, destination, request, move + 2, width, source_stride, destination_stride)
-        src3, dst3 = _slot_pair(source, destination, request, move + 3, width, source_stride, destination_stride)
-        if tl.maximum(tl.maximum(src0, src1), tl.maximum(src2, src3)) >= 0:
+    for level in range(0, width, 4):
+        node0 = _moved(path, root, level, width)
+        node1 = _moved(path, root, level + 1, width)
+        node2 = _moved(path, root, level + 2, width)
+        node3 = _moved(path, root, level + 3, width)
+        if tl.maximum(tl.maximum(node0, node1), tl.maximum(node2, node3)) >= 0:
             # Vectors, since the interpreter does not broadcast a scalar comparison.
-            on0 = tl.where(inside, src0, -1) >= 0
-            on1 = tl.where(inside, src1, -1) >= 0
-            on2 = tl.where(inside, src2, -1) >= 0
-            on3 = tl.where(inside, src3, -1) >= 0
-            row0 = tl.load(_place(base, src0, within, block_stride, slot_stride, BLOCK_SIZE), mask=on0)
-            row1 = tl.load(_place(base, src1, within, block_stride, slot_stride, BLOCK_SIZE), mask=on1)
-            row2 = tl.load(_place(base, src2, within, block_stride, slot_stride, BLOCK_SIZE), mask=on2)
-            row3 = tl.load(_place(base, src3, within, block_stride, slot_stride, BLOCK_SIZE), mask=on3)
-            tl.store(_place(base, dst0, within, block_stride, slot_stride, BLOCK_SIZE), row0, mask=on0)
-            tl.store(_place(base, dst1, within, block_stride, slot_stride, BLOCK_SIZE), row1, mask=on1)
-            tl.store(_place(base, dst2, within, block_stride, slot_stride, BLOCK_SIZE), row2, mask=on2)
-            tl.store(_place(base, dst3, within, block_stride, slot_stride, BLOCK_SIZE), row3, mask=on3)
+            on0 = tl.where(inside, node0, -1) >= 0
+            on1 = tl.where(inside, node1, -1) >= 0
+            on2 = tl.where(inside, node2, -1) >= 0
+            on3 = tl.where(inside, node3, -1) >= 0
+            from0 = _place(base, blocks, prefix + node0, node0, within, block_stride, slot_stride, BLOCK_SIZE)
+            from1 = _place(base, blocks, prefix + node1, node1, within, block_stride, slot_stride, BLOCK_SIZE)
+            from2 = _place(base, blocks, prefix + node2, node2, within, block_stride, slot_stride, BLOCK_SIZE)
+            from3 = _place(base, blocks, prefix + node3, node3, within, block_stride, slot_stride, BLOCK_SIZE)
+            into0 = _place(base, blocks, prefix + level, node0, within, block_stride, slot_stride, BLOCK_SIZE)
+            into1 = _place(base, blocks, prefix + level + 1, node1, within, block_stride, slot_stride, BLOCK_SIZE)
+            into2 = _place(base, blocks, prefix + level + 2, node2, within, block_stride, slot_stride, BLOCK_SIZE)
+            into3 = _place(base, blocks, prefix + level + 3, node3, within, block_stride, slot_stride, BLOCK_SIZE)
+            row0 = tl.load(from0, mask=on0)
+            row1 = tl.load(from1, mask=on1)
+            row2 = tl.load(from2, mask=on2)
+            row3 = tl.load(from3, mask=on3)
+            tl.store(into0, row0, mask=on0)
+            tl.store(into1, row1, mask=on1)
+            tl.store(into2, row2, mask=on2)
+            tl.store(into3, row3, mask=on3)
 
 
 UNITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def compact(geometry: CacheGeometry, source: torch.Tensor, destination: torch.Tensor) -> None:
-    """Move slots source -> destination in every cache; tensors as in the contract above. No host sync, no allocation.
+def compact(geometry: CacheGeometry, path: torch.Tensor, prefix_len: torch.Tensor, block_table: torch.Tensor) -> None:
+    """Move the K/V of each path into place in every cache; tensors as in the contract above.
 
-    Raises ValueError for other shapes or dtypes than the contract's.
+    No host sync, no allocation. Raises ValueError that names the tensor at fault.
     """
-    if source.shape != destination.shape or source.dim() not in (1, 2):
-        raise ValueError(f"source, destination: {tuple(source.shape)}, {tuple(destination.shape)} must be one shape")
-    for name, slots in (("source", source), ("destination", destination)):
-        if slots.dtype != torch.int64 or slots.stride(-1) != 1:
-            raise ValueError(f"{name}: {slots.dtype} must be int64 and contiguous in its last dimension")
-    if not source.numel():
+    _check(path, prefix_len, block_table)
+    if not path.numel():
         return
-    source, destination = source.view(-1, source.shape[-1]), destination.view(-1, source.shape[-1])
-    requests, width = source.shape
+    requests, width = path.shape
     columns = min(MAX_COLUMNS, triton.next_power_of_2(geometry.columns))
     _compact[(triton.cdiv(geometry.columns, columns), len(geometry.table), requests)](
-        source,
-        destination,
+        path,
+        prefix_len,
+        block_table,
         geometry.table,
         geometry.table.view(UNITS[geometry.unit]),
         width,
-        source.stride(0),
-        destination.stride(0),
+        block_table.stride(0),
         FIELDS=FIELDS,
         BLOCK_SIZE=geometry.block_size,
         UNIT=geometry.unit,
         COLUMNS=columns,
         num_warps=4 if columns > 128 else 1,
     )
+
+
+def _check(path: torch.Tensor, prefix_len: torch.Tensor, block_table: torch.Tensor) -> None:
+    """Raise ValueError for shapes and dtypes that the kernel does not take. Looks at no contents."""
+    if path.dim() != 2 or path.dtype != torch.int64 or not path.is_contiguous():
+        raise ValueError(f"path: {tuple(path.shape)} {path.dtype} must be [requests, width] int64, contiguous")
+    requests = len(path)
+    if prefix_len.shape != (requests,) or prefix_len.dtype != torch.int32 or not prefix_len.is_contiguous():
+        raise ValueError(f"prefix_len: {tuple(prefix_len.shape)} {prefix_len.dtype} must be [{requests}] int32")
+    shape, dtype = tuple(block_table.shape), block_table.dtype
+    if len(shape) != 2 or shape[0] < requests or dtype != torch.int32 or block_table.stride(1) != 1:
+        raise ValueError(f"block_table: {shape} {dtype} must be [{requests} or more, blocks] int32, rows dense")

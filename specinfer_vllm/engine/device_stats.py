@@ -10,9 +10,7 @@ import numpy as np
 import torch
 
 from specinfer_vllm.metrics import TreeStats
-from specinfer_vllm.triton_kernels.tree_verify import Walk
-
-SUMS = ("steps", "request_steps", "tokens", "drafted_steps", "nodes", "accepted", "moved")
+from specinfer_vllm.triton_kernels.tree_counts import SUMS, CountedTrees, count
 
 
 class DeviceStats:
@@ -26,31 +24,16 @@ class DeviceStats:
         self.owners = list(owners)
         self.sums = torch.zeros(len(SUMS), dtype=torch.int64, device=device)
         self.owned = torch.zeros(2, len(owners), dtype=torch.int64, device=device)
-        self.bits = torch.arange(len(owners), dtype=torch.int32, device=device)
         self.undrafted: Counter[str] = Counter()
         self.failures: Counter[str] = Counter()
 
-    def observe(self, emitted: torch.Tensor) -> None:
-        """Add a step: emitted [requests] int, tokens that each request got, 0 while its prompt is not done."""
-        sampled = (emitted > 0).sum()
-        self.sums[:3].add_(torch.stack([sampled.clamp(max=1), sampled, emitted.sum()]))
+    def observe(self, emitted: torch.Tensor, trees: CountedTrees | None = None) -> None:
+        """Add a step, in one launch.
 
-    def observe_trees(self, walked: Walk, start: torch.Tensor, tokens: torch.Tensor, owner: torch.Tensor) -> None:
-        """Add what the step did with its trees.
-
-        start          [requests + 1] int32    rows of each request, one at least
-        tokens, owner  [rows] int32            of the nodes: token -1 and owner 0 = none, as at roots; owner = bits of
-                                               the proposers
+        emitted  [requests] int32    tokens that each request got, 0 while its prompt is not done
+        trees    what the step did with its trees, None without any
         """
-        is_node = tokens >= 0
-        # A tree's first node stands behind the root; behind a single row stands the next request's root.
-        has_tree = is_node[(start[:-1] + 1).clamp(max=len(tokens) - 1)]
-        node = walked.rows - start[:-1, None]  # negative behind the path's last
-        level = torch.arange(node.shape[1], device=tokens.device)
-        self.sums[3:].add_(torch.stack([each.sum() for each in (has_tree, is_node, node > 0, node > level)]))
-        accepted = owner[walked.rows.clamp(min=0)]
-        for row, bits in enumerate((owner, accepted.flatten())):
-            self.owned[row].add_(((bits[:, None] >> self.bits) & 1).sum(dim=0))
+        count(self.sums, self.owned, emitted, trees)
 
     def count_undrafted(self, refused: dict[int, str], slots: np.ndarray) -> None:
         """Add the requests of a batch that get no tree, by reason; slots of the batch, refused by slot."""

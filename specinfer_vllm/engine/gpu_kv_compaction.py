@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from specinfer_vllm.triton_kernels.kv_compact import cache_geometry, compact
+from specinfer_vllm.triton_kernels.tree_verify import Walk
 
 
 class GpuKvCompaction:
@@ -22,6 +23,10 @@ class GpuKvCompaction:
         self.geometry = cache_geometry([cache.transpose(1, 2) for cache in self.caches])
         self.block_size = self.geometry.block_size
 
-    def move(self, source: torch.Tensor, destination: torch.Tensor) -> None:
-        """Copy physical slots source -> destination, [requests, moves] int64 each; equal ones stay where they are."""
-        compact(self.geometry, source, destination)
+    def compact(self, walked: Walk, prefix_len: torch.Tensor, block_table: torch.Tensor) -> None:
+        """Move the K/V of the accepted paths into place, in one launch.
+
+        prefix_len   [requests] int32            committed tokens in front of each root
+        block_table  [requests, blocks] int32    of the layers' KV cache group
+        """
+        compact(self.geometry, walked.rows, prefix_len, block_table)

@@ -7,19 +7,22 @@ Depth-first trees with the likeliest child first leave most paths in place alrea
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from specinfer_vllm.attention.cpu_kv_layout import CpuKvLayout
 from specinfer_vllm.verify.walk import Accepted
 
+if TYPE_CHECKING:
+    from specinfer_vllm.attention.cpu_kv_layout import CpuKvLayout
+    from specinfer_vllm.triton_kernels.tree_verify import Walk
 
-def moves(accepted: Accepted, roots: torch.Tensor, root_slot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+
+def moves(accepted: Accepted | Walk, roots: torch.Tensor, root_slot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Slots that the accepted nodes leave and those they move to, index in the request's sequence.
 
-    roots      [requests] int64    row of each root
-    root_slot  [requests] int64    sequence index of the root, the row behind it has the next one, and so on
+    roots      [requests] int64           row of each root
+    root_slot  [requests] int64, int32    sequence index of the root, the row behind it has the next one, and so on
     Returns the request of each move [moves] and source, destination [2, moves]; empty when every path is in place.
     Destinations never lie behind their sources, since parents stand before children.
     """
@@ -77,18 +80,14 @@ class CpuKvCompaction:
         for cache in self.flat:
             cache.index_copy_(0, write, cache.index_select(0, read))
 
+    def compact(self, walked: Walk, prefix_len: torch.Tensor, block_table: torch.Tensor) -> None:
+        """As GpuKvCompaction.compact."""
+        request, places = moves(walked, walked.rows[:, 0], prefix_len)
+        self.move(*physical_slots(block_table, request, places, self.block_size))
+
 
 def physical_slots(
     block_table: torch.Tensor, request: torch.Tensor, index: torch.Tensor, block_size: int
 ) -> torch.Tensor:
     """Sequence indices to physical slots. block_table [requests, blocks]; request [n], index [n] or [k, n] int64."""
     return block_table[request, index // block_size].to(torch.int64) * block_size + index % block_size
-
-
-def slots_in(block_table: torch.Tensor, index: torch.Tensor, block_size: int) -> torch.Tensor:
-    """As physical_slots, for all requests at once: block_table [requests or more, blocks]; index [requests, n] int64.
-
-    Indices past the table, which no accepted node has, count as in its last block.
-    """
-    block = (index // block_size).clamp(max=block_table.shape[1] - 1)
-    return torch.add(index % block_size, block_table[: len(index)].gather(1, block), alpha=block_size)

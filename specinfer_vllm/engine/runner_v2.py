@@ -22,11 +22,12 @@ from specinfer_vllm.attention.cpu_kv_layout import layout_of
 from specinfer_vllm.attention.tree_batch import TreeBatch
 from specinfer_vllm.engine.draft_tokens import TreeDraftTokenIds
 from specinfer_vllm.engine.gpu_kv_compaction import GpuKvCompaction
-from specinfer_vllm.engine.kv_compaction import CpuKvCompaction, llm_layers, slots_in
+from specinfer_vllm.engine.kv_compaction import CpuKvCompaction, llm_layers
 from specinfer_vllm.engine.speculator import TreeSpeculator
 from specinfer_vllm.engine.successors import top
 from specinfer_vllm.engine.verifier_v2 import TreeVerifier
 from specinfer_vllm.propose.recycling import WIDTH
+from specinfer_vllm.triton_kernels.tree_counts import CountedTrees
 from specinfer_vllm.triton_kernels.tree_verify import Walk
 
 # vLLM's own logits processors on the V2 runner (vllm/v1/worker/gpu/sample/sampler.py).
@@ -39,7 +40,7 @@ class StepRows:
 
     tables      block table of each KV cache group [requests, blocks] int32
     prefix_len  [requests] int32    committed tokens in front of the first row that has logits
-    rows        start [requests + 1], and of each row that has logits its token and owner, as DeviceStats takes them
+    rows        start [requests + 1], and of each row that has logits its token and owner, as CountedTrees takes them
     """
 
     tables: tuple[torch.Tensor, ...]
@@ -146,21 +147,16 @@ class TreeRunnerV2Mixin:
         """As upstream, once the K/V of the accepted path stand where plain decoding would have put them."""
         verifier, stats = self.rejection_sampler, self.speculator.stats
         walked, verifier.walked = verifier.walked, None
-        stats.observe(num_sampled)
+        stats.observe(num_sampled, None if walked is None else CountedTrees(walked.rows, *self.step.rows))
         if walked is not None:
             self._compact(walked)
             self._observe(walked, verifier.logits, idx_mapping)
-            stats.observe_trees(walked, *self.step.rows)
             verifier.logits = None
         super().postprocess_sampled(idx_mapping, sampled_tokens, num_sampled, *args, **kwargs)
 
     def _compact(self, walked: Walk) -> None:
-        node = walked.rows - walked.rows[:, :1]
-        node = torch.where(walked.rows < 0, self.level, node)  # in place: nothing moves
-        index = self.step.prefix_len[:, None] + torch.cat([node, self.level.expand_as(node)], dim=1)
         for group, compaction in self._compactions():
-            places = slots_in(self.step.tables[group], index, compaction.block_size)
-            compaction.move(*places.chunk(2, dim=1))
+            compaction.compact(walked, self.step.prefix_len, self.step.tables[group])
 
     def _compactions(self) -> list[tuple[int, Any]]:
         """One compaction per KV cache group and shape of the LLM's layers; SSMs re-read the path instead."""

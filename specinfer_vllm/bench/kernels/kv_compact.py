@@ -4,7 +4,7 @@
     python -m specinfer_vllm.bench.kernels.kv_compact [--tiny]
 
 Timed: the moves, the same moves as one indexed copy per cache in torch with its indices ready, and paths that lie where
-they belong, which read their slot numbers and stop.
+they belong, which are read and nothing else is.
 """
 
 from __future__ import annotations
@@ -64,21 +64,28 @@ def caches(
 
 
 def paths(moves: Sequence[int], width: int, blocks: torch.Tensor, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """(source, destination), each [requests, width] int64 on the blocks' device, -1 behind a path's moves.
+    """(path, prefix_len) of requests that so many slots of move: the root, then as many nodes, -1 behind.
 
-    blocks [requests, 2]: two blocks of each request; the path starts in one and may end in the other. Sources rise and
-    each lies behind its destination.
+    blocks [requests, 2]: the block tables, on whose device they come; a path starts in one block and may end in the
+    other. Its first node is never the tree's first, so that none is in place.
     """
     generator = torch.Generator().manual_seed(seed)
-    source = torch.full((len(moves), width), -1)
-    destination = source.clone()
+    path = torch.full((len(moves), width), -1)
+    prefix_len = torch.randint(0, BLOCK_SIZE - 1, (len(moves),), generator=generator, dtype=torch.int32)
     for request, count in enumerate(moves):
-        start = int(torch.randint(0, BLOCK_SIZE - 1, (), generator=generator))
-        chosen = (torch.randperm(BLOCK_SIZE, generator=generator)[:count] + 1).sort().values
-        for into, index in ((source, start + chosen), (destination, start + torch.arange(count))):
-            block = blocks[request].cpu()[index // BLOCK_SIZE]
-            into[request, :count] = block * BLOCK_SIZE + index % BLOCK_SIZE
-    return source.to(blocks.device), destination.to(blocks.device)
+        nodes = (torch.randperm(BLOCK_SIZE - 1, generator=generator)[:count] + 2).sort().values
+        path[request, 0] = root = request * 2 * BLOCK_SIZE
+        path[request, 1 : count + 1] = root + nodes
+    return path.to(blocks.device), prefix_len.to(blocks.device)
+
+
+def slots(path: torch.Tensor, prefix_len: torch.Tensor, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(source, destination) of paths that are equally long [requests * moves] int64."""
+    level = torch.arange(1, path.shape[1], device=path.device).expand(len(path), -1)
+    index = prefix_len[:, None] + torch.stack([path[:, 1:] - path[:, :1], level])
+    block = blocks.expand(2, -1, -1).gather(2, index // BLOCK_SIZE).long()
+    source, destination = (block * BLOCK_SIZE + index % BLOCK_SIZE).flatten(1)
+    return source, destination
 
 
 def _storage(tensor: torch.Tensor) -> torch.Tensor:
@@ -89,10 +96,10 @@ def _storage(tensor: torch.Tensor) -> torch.Tensor:
 def _mismatches(layout: str, dtype: torch.dtype, dim: int, tiny: bool, device: torch.device) -> int:
     requests, heads = (3, 2) if tiny else (33, 8)
     made, expected = (caches(layout, 2 * requests, heads, dim, dtype, device) for _ in range(2))
-    blocks = torch.randperm(2 * requests, generator=torch.Generator().manual_seed(1)).view(-1, 2).to(device)
-    source, destination = paths([r * 5 % 8 for r in range(requests)], 7, blocks)
-    compact(cache_geometry(made), source, destination)
-    reference.compact(expected, source, destination)
+    blocks = torch.randperm(2 * requests, generator=torch.Generator().manual_seed(1)).view(-1, 2).int().to(device)
+    given = *paths([r * 5 % 8 for r in range(requests)], 8, blocks), blocks
+    compact(cache_geometry(made), *given)
+    reference.compact(expected, *given)
     return sum(int((_storage(a) != _storage(b)).sum()) for a, b in zip(made, expected, strict=True))
 
 
@@ -117,15 +124,17 @@ def times(device: torch.device, tiny: bool, deadline: float) -> Iterator[measure
         return
     shape = (blocks, BLOCK_SIZE, size.heads, size.dim)
     layers = [torch.zeros(shape, dtype=torch.bfloat16, device=device) for _ in range(2 * size.layers)]
-    table = torch.randperm(blocks, generator=torch.Generator().manual_seed(1)).view(copies, -1, 2).to(device)
-    slots = [paths([size.moves] * size.requests, size.moves, each, seed) for seed, each in enumerate(table)]
+    tables = torch.randperm(blocks, generator=torch.Generator().manual_seed(1)).view(copies, -1, 2).int().to(device)
+    moves = [size.moves] * size.requests
+    given = [(*paths(moves, size.moves + 1, each, seed), each) for seed, each in enumerate(tables)]
     geometry = cache_geometry(layers)
     flat = [layer.flatten(0, 1) for layer in layers]
-    nothing = torch.full_like(slots[0][0], -1)
+    path, *where = given[0]
+    in_place = path[:, :1] + torch.arange(size.moves + 1, device=device)
     cases = {
-        "compact": ([partial(compact, geometry, *each) for each in slots], moved),
-        "torch, indexed": ([partial(_indexed, flat, *each) for each in slots], moved),
-        "compact, nothing to move": ([partial(compact, geometry, nothing, nothing)], None),
+        "compact": ([partial(compact, geometry, *each) for each in given], moved),
+        "torch, indexed": ([partial(_indexed, flat, *slots(*each)) for each in given], moved),
+        "compact, nothing to move": ([partial(compact, geometry, in_place, *where)], None),
     }
     for case, (calls, counted) in cases.items():
         found = measure.attempted(deadline, measure.graph_time, calls)
@@ -133,8 +142,7 @@ def times(device: torch.device, tiny: bool, deadline: float) -> Iterator[measure
 
 
 def _indexed(caches: list[torch.Tensor], source: torch.Tensor, destination: torch.Tensor) -> None:
-    """The moves in torch; caches [slots, heads, dim], every request with the same number of moves."""
-    source, destination = source.view(-1), destination.view(-1)
+    """The moves in torch; caches [slots, heads, dim]."""
     for cache in caches:
         cache[destination] = cache[source]
 
