@@ -109,6 +109,7 @@ class SsmProposer(Proposer):
     """SSM `index` of the options."""
 
     last = True
+    is_whole = False  # on each rank that holds it, and not sharded over them
 
     def __init__(self, vllm_config: VllmConfig, index: int) -> None:
         config = tree_config(vllm_config)
