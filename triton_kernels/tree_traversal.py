@@ -202,7 +202,8 @@ def _climb(
     return depth, node, tl.sum(tl.where(every == depth, side, 0), 0)
 
 
-@triton.jit(do_not_specialize=["max_depth"])
+# tokens and parent are views that begin where a step has its rows: no code is made anew for that.
+@triton.jit(do_not_specialize=["max_depth"], do_not_specialize_on_alignment=["tokens", "parent"])
 def _traverse(
     logits,
     tokens,

@@ -279,7 +279,8 @@ def child_of(tokens, parent, first, rows, node, token, BLOCK: tl.constexpr):
     return found
 
 
-@triton.jit(do_not_specialize=["width"])
+# tokens and parent are views that begin where a step has its rows: no code is made anew for that.
+@triton.jit(do_not_specialize=["width"], do_not_specialize_on_alignment=["tokens", "parent"])
 def _verify(
     logits,
     tokens,

@@ -27,7 +27,8 @@ import triton.language as tl
 from specinfer_vllm.triton_kernels.tree_verify import CHILDREN, Walk, check_list, child_of
 
 
-@triton.jit(do_not_specialize=["width"])
+# tokens and parent are views that begin where a step has its rows: no code is made anew for that.
+@triton.jit(do_not_specialize=["width"], do_not_specialize_on_alignment=["tokens", "parent"])
 def _walk(
     chosen, tokens, parent, start, out_tokens, out_rows, num_tokens, width,
     BLOCK_CHILDREN: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
