@@ -128,6 +128,8 @@ def outlook_rows(outlook: Outlook) -> list[tuple[str, str]]:
     graphs = outlook.graph_mode
     if outlook.tree_graphs not in (None, outlook.graph_mode):
         graphs = f"{graphs}: {outlook.tree_graphs} where every request has a tree, else {outlook.other_graphs}"
+    if outlook.tree_graphs == "FULL":
+        graphs += "; drafting has graphs of its own"
     plan = {None: "", True: ", asynchronous", False: ", not asynchronous"}[outlook.is_async]
     rows = {
         "serves": meant[outlook.is_tree],

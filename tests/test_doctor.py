@@ -143,6 +143,8 @@ def test_a_gpu_gets_the_v2_runner_its_backend_and_graphs(gpu, model_path, flags,
     assert (said.worker, said.scheduler, said.is_async) == (launch.GPU_WORKER, launch.ASYNC_SCHEDULER, True)
     assert (said.tree_attention, said.attention) == ("TREE_TRITON", "TRITON_ATTN")
     assert (said.graph_mode, said.tree_graphs, said.other_graphs) == graphs
+    drafting = dict(cli.outlook_rows(said))["CUDA graphs"].partition("; ")[2]
+    assert drafting == ("drafting has graphs of its own" if graphs[1] == "FULL" else "")
 
 
 def test_the_reason_without_a_variable_is_triton(gpu, monkeypatch):
