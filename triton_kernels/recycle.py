@@ -220,7 +220,7 @@ def _grow(
             token = tl.load(successors + entry * WIDTH + voted, mask=voted < recorded, other=-1)
             chance = tl.load(chances + entry * WIDTH + voted, mask=voted < recorded, other=1.0)
             token = tl.where(voted < plain, following, token)
-            votes = tl.where(chance > 0, votes_here * chance, 0.0)
+            votes = tl.where((chance > 0) & (voted < recorded + plain), votes_here * chance, 0.0)
             total = 1.0 + votes_here
         else:
             casts = tl.where(equal2, tl.where(equal3, tl.where(equal4, weight4, weight3), weight2), weight1)

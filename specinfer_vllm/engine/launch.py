@@ -186,7 +186,6 @@ V2_OPTIONS: dict[str, tuple[tuple[Any, ...], str]] = {
     "batch_nodes": ((None,), FIXED),
     "merge": (("union",), "leave it out, or give the one proposer whose trees you want"),
     "share_recycling": ((False,), "leave it out"),
-    "primer": (("auto", "none"), "leave it out: recycling starts without one"),
     "seed": ((0,), "leave it out: requests without a seed take theirs from vLLM's own --seed"),
 }
 

@@ -20,8 +20,10 @@ from specinfer_vllm.engine.sampling import GREEDY_BELOW
 from specinfer_vllm.patches.speculative_config import tree_config
 from specinfer_vllm.propose.device_children import DeviceDraftSampling
 from specinfer_vllm.propose.device_ngram import DeviceNgram
+from specinfer_vllm.propose.device_primer import device_primer
 from specinfer_vllm.propose.device_recycling import DeviceRecycling
 from specinfer_vllm.propose.device_ssm import DeviceSsm, DeviceStep
+from specinfer_vllm.propose.primer import find_primer
 from specinfer_vllm.tree.device import DeviceDraws, DeviceNodes, best_nodes, merged, united
 from specinfer_vllm.verify.rules import RULES
 
@@ -59,10 +61,13 @@ class TreeSpeculator(DraftModelSpeculator):
         """The draft-free proposer of that name; proposers are numbered as they are configured, SSMs first."""
         slots, nodes, depth = self.max_num_reqs, self.num_speculative_steps, self.options.max_depth
         owner = len(self.ssms) + self.options.free_proposers.index(name)
-        vocab = self.vllm_config.model_config.get_vocab_size()
+        model = self.vllm_config.model_config
+        vocab = model.get_vocab_size()
         if name == "ngram":
             return DeviceNgram(slots, nodes, depth, owner, vocab, self.device)
-        self.recycling = DeviceRecycling(slots, self.max_model_len, nodes, depth, owner, vocab, self.device)
+        path = find_primer(self.options.primer, model.model, model.revision)
+        primer = None if path is None else device_primer(path, vocab, self.device)
+        self.recycling = DeviceRecycling(slots, self.max_model_len, nodes, depth, owner, vocab, self.device, primer)
         return self.recycling
 
     # -- loading -------------------------------------------------------------------------------------------------------
@@ -160,7 +165,8 @@ class TreeSpeculator(DraftModelSpeculator):
         for ssm in self.ssms:
             ssm.logits(ssm.warm_up(rows)[: self.max_num_reqs * ssm.options.width])
         rows = min(self.max_num_reqs * self.trees.rows, self.max_num_tokens)
-        vocab = self.vllm_config.model_config.get_vocab_size()
+        model = self.vllm_config.model_config
+        vocab = model.get_vocab_size()
         torch.empty(2, rows, vocab, dtype=torch.float32, device=self.device)  # freed at once; the peak is what counts
 
     def _drawn(

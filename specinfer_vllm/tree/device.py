@@ -70,20 +70,18 @@ def united(parts: Sequence[DeviceDraws]) -> tuple[DeviceDraws, torch.Tensor]:
         part.parent.add(part.parent.clamp(max=1), alpha=at) for part, at in zip(parts[1:], first[1:], strict=True)
     ]
     parent = torch.cat([parts[0].parent, *behind], dim=1)
-    missing = score == -torch.inf
     index = torch.arange(token.shape[1], device=token.device).expand_as(path)
     # Equal paths stand beside each other once they are sorted, the first in front; what is missing stands alone.
-    beside = torch.where(missing, ~index, path).sort(dim=1, stable=True)
+    beside = torch.where(score == -torch.inf, ~index, path).sort(dim=1, stable=True)
     begins = torch.nn.functional.pad(beside.values[:, 1:] != beside.values[:, :-1], (1, 0), value=True)
     leader = (index * begins).cummax(dim=1).values
     canonical = torch.empty_like(index).scatter_(1, beside.indices, beside.indices.gather(1, leader))
     best = torch.full_like(score, -torch.inf).scatter_reduce_(1, canonical, score, "amax")
     # A proposer draws a path once, so that its bit is there once.
-    owner = torch.zeros_like(owner).scatter_add_(1, canonical, owner.masked_fill(missing, 0))
-    is_later = canonical != index
+    owner = torch.zeros_like(owner).scatter_add_(1, canonical, owner)
     number = torch.nn.functional.pad(canonical + 1, (1, 0))  # of the root and every draw
     parent = number.gather(1, parent.long()).int()
-    return DeviceDraws(token, parent, best.masked_fill(missing | is_later, -torch.inf), depth, path, owner), canonical
+    return DeviceDraws(token, parent, best.masked_fill(canonical != index, -torch.inf), depth, path, owner), canonical
 
 
 @dataclass(frozen=True)
