@@ -182,7 +182,13 @@ def test_a_prompt_that_the_cache_knows_gives_the_same(recycling, plain):
 
 
 SSMS = {
-    "chain": {"ssms": [{"name": "ssm", "expansion": [1, 1, 1]}], "num_nodes": 3, "depth": 3},
+    "chain": {
+        "ssms": [{"name": "ssm", "expansion": [1, 1, 1]}],
+        "proposers": ["ngram"],
+        "merge": "first",
+        "num_nodes": 3,
+        "depth": 3,
+    },
     "two and all draft-free": {
         "ssms": [{"name": "ssm"}, {"name": "other", "width": 2}],
         "proposers": ["ngram", "recycling"],
@@ -203,6 +209,8 @@ def test_ssms_leave_the_tokens_plain(models, plain, name, tmp_path):
         assert answers(llm, KINDS["greedy"]) == plain["greedy"]
         stats = tree_stats(llm)
         assert stats["accepted_by"]["ssm0"] > 0
+        if options.get("merge") == "first":  # the SSM has a tree for everybody
+            assert stats["proposed_by"]["ngram"] == 0
         if "primer" in options:
             assert set(stats["proposed_by"]) == {"ssm0", "ssm1", "ngram", "recycling"}
             assert stats["accepted_by"]["recycling"] > stats["accepted_by"]["ssm0"]

@@ -24,7 +24,7 @@ from specinfer_vllm.propose.device_primer import device_primer
 from specinfer_vllm.propose.device_recycling import DeviceRecycling
 from specinfer_vllm.propose.device_ssm import DeviceSsm, DeviceStep
 from specinfer_vllm.propose.primer import find_primer
-from specinfer_vllm.tree.device import DeviceDraws, DeviceNodes, best_nodes, merged, united
+from specinfer_vllm.tree.device import DeviceDraws, DeviceNodes, best_nodes, first_of, merged, united
 from specinfer_vllm.verify.rules import RULES
 
 logger = logging.getLogger("vllm.specinfer")
@@ -139,6 +139,10 @@ class TreeSpeculator(DraftModelSpeculator):
         if not draws:
             self.trees.reset(slots)
             return torch.zeros_like(self.draft_tokens[: len(slots)])
+        if self.options.merge == "first":  # SSMs come before draft-free proposers, as on the V1 runner
+            free = len(self.free)
+            chosen = first_of(draws[free:] + draws[:free])
+            draws = chosen[len(draws) - free :] + chosen[: len(draws) - free]
         depth = self.requests.last.gpu[slots] - states.total_len.gpu[slots] - 1
         union, place = (merged(draws), None) if self.rule is None else united(draws)
         nodes = best_nodes(union, self.num_speculative_steps, depth)

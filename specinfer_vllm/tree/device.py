@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Token trees of a fixed size, whatever was drafted: expanding and merging where the host reads nothing.
 
-Proposers write draws of a fixed number per request; `merged` unites those of several proposers, `best_nodes` keeps the
-likeliest. The number of launches depends on neither depth nor nodes nor requests.
+Proposers write draws of a fixed number per request; `merged` unites those of several proposers, `first_of` leaves each
+request those of one, `best_nodes` keeps the likeliest. The number of launches depends on neither depth nor nodes nor
+requests.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -44,6 +45,16 @@ def child_path(above: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
     """A child's path number [any shape] int64 from its parent's, 0 at the root, and its token; wraps."""
     mixed = (above ^ (token.long() + 1)) * _MIX
     return mixed ^ (mixed >> 29)
+
+
+def first_of(parts: Sequence[DeviceDraws]) -> list[DeviceDraws]:
+    """The parts, each with the draws of those requests only for which no part in front of it has any."""
+    chosen, taken = [], None
+    for part in parts:
+        has_any = (part.score > -torch.inf).any(dim=1, keepdim=True)
+        chosen.append(part if taken is None else replace(part, score=part.score.masked_fill(taken, -torch.inf)))
+        taken = has_any if taken is None else taken | has_any
+    return chosen
 
 
 def merged(parts: Sequence[DeviceDraws]) -> DeviceDraws:
