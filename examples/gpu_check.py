@@ -22,8 +22,9 @@ from types import ModuleType
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-# The longest last.
-KERNELS = ("tree_build", "tree_walk", "recycle", "kv_compact", "tree_verify", "mla_attention", "tree_attention")
+# The longest last. tree_libraries: our tree attention against that of torch and of libraries that are installed.
+KERNELS = ("tree_build", "tree_walk", "recycle", "kv_compact", "tree_verify", "tree_libraries")
+KERNELS += ("mla_attention", "tree_attention")
 
 
 def use_this_checkout() -> None:

@@ -16,6 +16,7 @@ from specinfer_vllm.patches import (
     engine_args,
     logits_processors,
     speculator,
+    tensor_parallel,
     triton_attention,
 )
 from specinfer_vllm.patches.patch import Hook, Patch
@@ -26,6 +27,7 @@ CPU_ATTENTION = "vllm.v1.attention.backends.cpu_attn"
 CPU_RUNNER = "vllm.v1.worker.cpu_model_runner"
 V2_RUNNER = "vllm.v1.worker.gpu.model_runner"
 V2_SPECULATOR = "vllm.v1.worker.gpu.spec_decode.speculator"
+V2_GRAPHS = "vllm.v1.worker.gpu.cudagraph_utils"
 V2_SAMPLE = "vllm.v1.worker.gpu.sample"
 
 # What the plug-in replaces in every process; the other hooks are subclassed or called.
@@ -102,6 +104,7 @@ LAUNCH: tuple[Hook, ...] = (
 
 RUNNER: tuple[Hook, ...] = (
     cpu_worker.RUNNER,
+    *tensor_parallel.HOOKS,
     logits_processors.TreeLoadsEveryProcessor.target,
     Hook(
         "vllm.v1.sample.sampler",
@@ -165,6 +168,7 @@ RUNNER: tuple[Hook, ...] = (
 
 RUNNER_V2: tuple[Hook, ...] = (
     speculator.SPECULATOR,
+    *tensor_parallel.HOOKS,
     *triton_attention.HOOKS,
     Hook(V2_RUNNER, "GPUModelRunner.load_model", ("self", "load_dummy_weights", "*"), "trees are walked, not rejected"),
     Hook(V2_RUNNER, "GPUModelRunner.add_requests", ("self", "scheduler_output"), "a new request finds a blank tree"),
@@ -209,6 +213,25 @@ RUNNER_V2: tuple[Hook, ...] = (
         "the next trees are drafted where every speculator drafts, and this one is a whole one",
     ),
     Hook(V2_SPECULATOR, "DraftModelSpeculator.load_model", ("self", "target_model"), "SSMs are loaded beside the LLM"),
+    Hook(
+        V2_GRAPHS,
+        "CudaGraphManager.__init__",
+        ("self", "vllm_config", "device", "cudagraph_mode", "decode_query_len"),
+        "SSMs' passes are captured by vLLM's own manager",
+    ),
+    Hook(
+        V2_GRAPHS,
+        "CudaGraphManager.capture",
+        ("self", "create_forward_fn", "progress_bar_desc"),
+        "SSMs' passes are captured behind the LLM's, into the same pool",
+    ),
+    Hook(
+        V2_GRAPHS,
+        "CudaGraphManager.dispatch",
+        ("self", "num_reqs", "num_tokens", "uniform_token_count", "num_active_loras"),
+        "which of the SSMs' graphs holds a batch",
+    ),
+    Hook(V2_GRAPHS, "CudaGraphManager.run_fullgraph", ("self", "desc"), "one of the SSMs' graphs is replayed"),
     Hook(
         f"{V2_SAMPLE}.sampler",
         "Sampler.sample",

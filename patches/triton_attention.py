@@ -45,6 +45,12 @@ HOOKS: tuple[Hook, ...] = (
         "CUDA graphs of uniform tree batches",
     ),
     Hook(
+        "vllm.v1.attention.backend",
+        "AttentionMetadataBuilder.get_cudagraph_support",
+        ("cls", "vllm_config", "kv_cache_spec"),
+        "no full CUDA graphs where a library reads the trees on the host",
+    ),
+    Hook(
         TRITON_ATTENTION,
         "TritonAttentionImpl.process_weights_after_loading",
         ("self", "act_dtype"),

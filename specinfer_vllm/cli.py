@@ -142,6 +142,7 @@ def outlook_rows(outlook: Outlook) -> list[tuple[str, str]]:
         "nodes per tree": outlook.nodes and f"{outlook.nodes}, at most {outlook.depth} levels",
         "lookahead slots": None if outlook.lookahead_slots is None else str(outlook.lookahead_slots),
         "proposers": ", ".join(outlook.proposers),
+        "SSMs": outlook.placement,
         "primer": outlook.primer,
         "verifier": outlook.verifier,
     }

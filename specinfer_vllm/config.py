@@ -25,6 +25,9 @@ DEFAULT_PROPOSERS = ("recycling",)
 VERIFIERS = ("auto", "greedy", "naive", "mss", "without_replacement", "top_k_plus_one", "traversal")
 NEED_SSMS = VERIFIERS[3:]  # they compare the LLM's law with the law an SSM sampled from
 MERGES = ("union", "first")
+SHARDED, REPLICATED, ONE_PER_RANK = PLACEMENTS = ("sharded", "replicated", "one_per_rank")
+TRITON = "triton"
+TREE_ATTENTIONS = (TRITON, "torch", "flashinfer", "xformers")
 MAX_NODES = 1024
 MAX_BATCH_NODES = 1 << 20
 MAX_DEPTH = 64
@@ -129,6 +132,12 @@ class TreeOptions:
         None, "most children per node; 1 makes chains, unlimited when not given", "", 1, MAX_WIDTH
     )
     merge: str = option("union", "union of all proposers' trees, or the first that has one", choices=MERGES)
+    ssm_placement: str = option(
+        SHARDED,
+        "where SSMs are under tensor parallelism: sharded as the LLM is; replicated = each rank has all of them whole; "
+        "one_per_rank = SSM i, whole, on rank i modulo ranks: they draft at the same time and exchange what they drew",
+        choices=PLACEMENTS,
+    )
     verifier: str = option(
         "auto",
         "acceptance rule of sampled requests; auto = naive, whose output does not depend on what is drafted; the last "
@@ -142,6 +151,12 @@ class TreeOptions:
         "auto",
         "what recycling knows before a request's first step: a file from specinfer primer, 'none', or 'auto' for "
         "this LLM's own if one was made",
+    )
+    tree_attention: str = option(
+        TRITON,
+        "what attends to the rows of trees on a GPU: the package's own kernel, or, to check it or in its place, torch "
+        "or a library that is installed; these read the trees on the host and take no full CUDA graphs",
+        choices=TREE_ATTENTIONS,
     )
     seed: int = option(0, "seed of the draws and coins of requests that bring no seed", "", 0, 2**63 - 1)
 
@@ -195,6 +210,10 @@ class TreeOptions:
         if self.draft_cost is not None and not self.ssms:
             raise TreeOptionError(
                 f"{WHERE}.draft_cost: it is the cost of an SSM's levels and there is none; give ssms=[...]"
+            )
+        if self.ssm_placement != SHARDED and not self.ssms:
+            raise TreeOptionError(
+                f"{WHERE}.ssm_placement: {self.ssm_placement!r} is about SSMs and there is none; give ssms=[...]"
             )
         if self.primer not in (AUTO, NONE) and "recycling" not in self.free_proposers:
             raise TreeOptionError(
@@ -478,6 +497,12 @@ def ssm_slots(options: TreeOptions, index: int) -> int:
     if tree is not None:
         return tree.num_read
     return options.ssms[index].width * (options.max_depth - 1)
+
+
+def ssm_draws(options: TreeOptions, index: int) -> int:
+    """Draws of SSM `index` for one request whose tree is as deep as it may be."""
+    tree, width = options.static_trees[index], options.ssms[index].width
+    return tree.num_nodes if tree is not None else width + (options.max_depth - 1) * width**2
 
 
 def read_ssm(value: Any, name: str) -> SsmOptions:

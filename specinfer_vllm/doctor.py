@@ -174,6 +174,7 @@ def find(hook: Hook) -> HookFinding:
 
 def runner_of(hook: Hook) -> str:
     """Which runner's adapter uses it."""
-    if hook in hooks.PLUGIN or hook in hooks.LAUNCH:
+    in_v1, in_v2 = hook in hooks.RUNNER, hook in hooks.RUNNER_V2
+    if in_v1 == in_v2:
         return BOTH
-    return "V1" if hook in hooks.RUNNER else "V2"
+    return "V1" if in_v1 else "V2"

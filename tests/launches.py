@@ -17,6 +17,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from graphs import RecordedGraph
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -40,7 +41,8 @@ PHASES = [
     (TreeVerifier, "__call__", "verify"),
     (TreeRunnerV2Mixin, "postprocess_sampled", "postprocess"),
     (TreeSpeculator, "propose", "propose"),
-    (DeviceSsm, "draws", "ssm"),
+    (DeviceSsm, "read", "ssm"),
+    (DeviceSsm, "draft", "ssm"),
     (DeviceSsm, "levels", "ssm levels"),
     (DeviceSsm, "run_pass", "ssm passes"),
     (TreeRunnerV2Mixin, "take_draft_token_ids", "take"),
@@ -136,6 +138,7 @@ class Meter:
         run = self._kernel(InterpretedFunction.run)
         with ExitStack() as stack:
             stack.enter_context(mock.patch.object(InterpretedFunction, "run", run))
+            stack.enter_context(mock.patch.object(RecordedGraph, "replay", self._graph(RecordedGraph.replay)))
             stack.enter_context(mock.patch.object(torch, "from_numpy", marked(torch.from_numpy)))
             for module in list(sys.modules.values()):  # on a CPU vLLM has two of them, which copy nothing
                 if (send := vars(module).get("async_tensor_h2d")) is not None:
@@ -186,6 +189,14 @@ class Meter:
             self.launched(kernel.fn.__name__)
             with self.paused():
                 return run(kernel, *args, **kwargs)
+
+        return counted
+
+    def _graph(self, replay: Callable) -> Callable:
+        def counted(graph):
+            self.launched("graph")
+            with self.paused():
+                replay(graph)
 
         return counted
 

@@ -64,6 +64,28 @@ class Rank:
         steps.clear()
         return taken
 
+    def ssms_held(self) -> tuple[list[int], set[str]]:
+        """Indices of the SSMs whose weights this rank has, and whose layers have K/V here, by their names."""
+        runner = self.model_runner
+        ssms = runner.speculator.ssms.every if self.use_v2_model_runner else runner.drafter.ssms
+        layers = {name for group in runner.kv_cache_config.kv_cache_groups for name in group.layer_names}
+        named = {name.split(".")[0] for name in layers if name.startswith("ssm")}
+        return [ssm.index for ssm in ssms if hasattr(ssm, "model")], named
+
+    def deafen(self) -> None:
+        """From now on rank 1 hears nothing but zeros of rank 0."""
+        if self.rank != 1:
+            return
+        exchange = self.model_runner.speculator.ssms.exchange
+        gather = exchange.gather
+
+        def heard(words: Any) -> Any:
+            every = gather(words)
+            every[: len(words)] = 0
+            return every
+
+        exchange.gather = heard
+
     def disturb(self, rank: int, texts: dict[str, list[int]]) -> None:
         """Once this rank holds a tree of which nothing will be accepted, change a token in it.
 
@@ -129,7 +151,7 @@ def engine(model: Any, **options: Any) -> Iterator[Any]:
     """An engine with two ranks."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(multiproc_executor, "get_mp_context", lambda: multiprocessing.get_context("fork"))
-        for name in ("execute_model", "sample_tokens", "take_decisions", "disturb"):
+        for name in ("execute_model", "sample_tokens", "take_decisions", "ssms_held", "deafen", "disturb"):
             patch.setattr(TreeCPUWorker, name, getattr(Rank, name), raising=False)
         with engines.engine(model, tensor_parallel_size=RANKS, **options) as llm:
             yield llm

@@ -12,6 +12,7 @@ from specinfer_vllm.config import (
     SsmOptions,
     TreeOptionError,
     TreeOptions,
+    ssm_draws,
     ssm_slots,
 )
 from specinfer_vllm.tree.static import StaticTree, num_nodes
@@ -184,6 +185,14 @@ REFUSED = {
     "width beside a tree": ({"ssms": [{"model": "a", "width": 2}], "tree": PATHS}, r"ssms\[0\].width: .* or a tree is"),
     "vllm's tree": ({"speculative_token_tree": "[(0,)]"}, "speculative_token_tree: unknown .* did you mean 'tree'"),
     "cost of drafting without ssm": ({"draft_cost": 0.1}, "draft_cost: it is the cost of an SSM's levels"),
+    "a placement of no ssm": (
+        {"ssm_placement": "replicated"},
+        "ssm_placement: 'replicated' is about SSMs and there is",
+    ),
+    "a placement that is none": (
+        {"ssms": ["a"], "ssm_placement": "rank 0"},
+        "ssm_placement: 'rank 0' is not one of sha",
+    ),
     "an object with a bad tree": ({"ssms": [SsmOptions("a", tree=((0,), (2,)))]}, r"ssms\[0\].tree: \[2\] stands"),
     "tree without ssm": ({"tree": PATHS}, "tree: it shapes the trees of SSMs and there is none"),
     "tree and expansion": (
@@ -269,6 +278,11 @@ def test_a_file_that_holds_no_dict_is_refused(tmp_path: Path):
     (tmp_path / "tree.json").write_text("[1]")
     with pytest.raises(TreeOptionError, match=r"\[1\] given; use"):
         TreeOptions.from_value(str(tmp_path / "tree.json"))
+
+
+def test_draws_are_counted_before_anything_is_drafted():
+    options = read(ssms=["a", {"model": "b", "expansion": [2, 2, 2]}, {"model": "c", "tree": PATHS}], depth=4)
+    assert [ssm_draws(options, index) for index in range(3)] == [4 + 3 * 16, 2 + 4 + 8, len(PATHS)]
 
 
 def test_the_largest_tree_is_accepted():

@@ -21,6 +21,7 @@ def no_pinned_memory(monkeypatch):
 
         def copy_to_uva(self):
             self.gpu = self.cpu.clone()
+            return self.gpu
 
     monkeypatch.setattr(device_requests, "UvaBackedTensor", Plain)
 
@@ -37,7 +38,7 @@ CASES = {
 
 
 def requests(**options) -> DeviceRequests:
-    return DeviceRequests(4, 100, TreeOptions.from_value({"method": "tree", **options}))
+    return DeviceRequests(4, 100, TreeOptions.from_value({"method": "tree", **options}), torch.device("cpu"))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -45,27 +46,27 @@ def test_a_request_gets_what_its_parameters_allow(name):
     given, branches, reason = CASES[name]
     limits = requests()
     limits.start(2, SamplingParams(**given), prompt_len=5)
-    assert limits.branches.np[2] == branches
+    assert limits.known.np[0, 2] == branches
     assert limits.refused.get(2) == reason
 
 
 def test_bad_words_make_a_chain():
     limits, params = requests(), SamplingParams(bad_words=["never"])
     limits.start(0, params, prompt_len=5)
-    assert limits.branches.np[0] == 1
+    assert limits.known.np[0, 0] == 1
 
 
 def test_the_option_bounds_the_branches():
     limits = requests(branches=2)
     limits.start(0, SamplingParams(), prompt_len=5)
-    assert limits.branches.np[0] == 2
+    assert limits.known.np[0, 0] == 2
 
 
 def test_sampled_requests_get_no_tree_from_the_greedy_rule():
     limits = requests(verifier="greedy")
     limits.start(0, SamplingParams(temperature=0.5), prompt_len=5)
     limits.start(1, SamplingParams(temperature=0), prompt_len=5)
-    assert limits.branches.np[:2].tolist() == [0, MAX_WIDTH]
+    assert limits.known.np[0, :2].tolist() == [0, MAX_WIDTH]
     assert limits.refused == {0: "sampled"}
     limits.start(0, SamplingParams(temperature=0), prompt_len=5)  # another request on the slot
     assert limits.refused == {}
@@ -75,7 +76,7 @@ def test_custom_processors_may_look_at_any_request():
     limits = requests()
     limits.has_custom = True
     limits.start(0, SamplingParams(), prompt_len=5)
-    assert (limits.branches.np[0], limits.refused) == (0, {0: "custom_processors"})
+    assert (limits.known.np[0, 0], limits.refused) == (0, {0: "custom_processors"})
 
 
 @pytest.mark.parametrize(("max_tokens", "last"), [(7, 12), (200, 100), (None, 100)])
@@ -83,4 +84,4 @@ def test_a_tree_ends_where_the_request_does(max_tokens, last):
     limits = requests()
     limits.start(0, SamplingParams(max_tokens=max_tokens), prompt_len=5)
     limits.publish()
-    assert limits.last.gpu[0] == last
+    assert limits.last[0] == last

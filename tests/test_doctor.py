@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -79,6 +80,24 @@ def test_a_trees_options_are_in_what_is_said(model_path, ssm_path):
     assert (said.proposers, said.primer, said.verifier) == ((str(ssm_path), "ngram"), None, "mss")
 
 
+@pytest.mark.parametrize(
+    ("placement", "ranks", "told"),
+    [
+        ("sharded", "3", "sharded over 3 ranks"),
+        ("replicated", "3", "replicated on 3 ranks"),
+        ("one_per_rank", "3", "ssms[0] on rank 0, ssms[1] on rank 1, ssms[2] on rank 2, ssms[3] on rank 0"),
+        ("one_per_rank", "1", None),
+    ],
+)
+def test_where_ssms_are_is_said(gpu, model_path, ssm_path, monkeypatch, placement, ranks, told):
+    from vllm.platforms import current_platform
+
+    monkeypatch.setattr(current_platform, "device_count", lambda: 4, raising=False)
+    tree = {"method": "tree", "ssms": [str(ssm_path)] * 4, "ssm_placement": placement}
+    words = [str(model_path), "--speculative-config", json.dumps(tree), *SMALL, "--tensor-parallel-size", ranks]
+    assert outlook(words).placement == told
+
+
 def test_what_the_checks_warn_of_is_said(model_path):
     said = outlook([str(model_path), *TREE, "--max-num-batched-tokens", "512", "--max-num-seqs", "100"])
     assert not said.refusals
@@ -134,6 +153,59 @@ def test_the_reason_without_a_variable_is_triton(gpu, monkeypatch):
 def test_on_a_gpu_nothing_is_said_of_graphs_without_a_model(gpu):
     said = outlook(None)
     assert (said.runner, said.tree_attention, said.graph_mode) == ("V2", "TREE_TRITON", None)
+
+
+def with_attention(name: str) -> tuple[str, ...]:
+    return "--speculative-config", json.dumps({"method": "tree", "tree_attention": name})
+
+
+@pytest.mark.parametrize(
+    ("flags", "graphs"), [((), "PIECEWISE"), (("-cc.cudagraph_mode=FULL_DECODE_ONLY", "-cc.mode=0"), "NONE")]
+)
+def test_what_attends_in_the_kernels_place_is_said_and_takes_no_full_graphs(gpu, model_path, flags, graphs):
+    said = outlook([str(model_path), *with_attention("torch"), *SMALL, *flags])
+    assert said.refusals == ()
+    assert (said.tree_attention, said.attention) == ("TREE_TRITON through torch", "TRITON_ATTN")
+    assert (said.graph_mode, said.tree_graphs, said.other_graphs) == (graphs,) * 3
+
+
+def test_the_configured_graphs_are_what_vllm_makes_of_them(gpu, model_path):
+    """By its own words: the builder's answer is never, and vLLM's resolution of it is what was said."""
+    from specinfer_vllm.attention import triton
+    from specinfer_vllm.engine.outlook import configure, parse
+
+    builder = triton.TreeTritonAttentionMetadataBuilder
+    for name, graphs in (("torch", "PIECEWISE"), ("triton", "FULL_AND_PIECEWISE")):
+        config = configure(parse([str(model_path), *with_attention(name), *SMALL]))
+        support = builder.get_cudagraph_support(config, None)
+        assert (triton.library_of(config) is None) == (support.name == "UNIFORM_BATCH") == (name == "triton")
+        resolve = config.compilation_config.resolve_cudagraph_mode_and_sizes
+        assert resolve(support, "TREE_TRITON", 9, use_v2_model_runner=True).name == graphs
+
+
+@pytest.mark.parametrize(("name", "package"), [("flashinfer", "flashinfer-python"), ("xformers", "xformers")])
+def test_a_library_is_refused_where_it_is_not_installed(gpu, model_path, monkeypatch, name, package):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda module: None)
+    (refusal,) = outlook([str(model_path), *with_attention(name), *SMALL]).refusals
+    wanted = f"tree_attention: '{name}' needs the package {package}, which is not installed here; install it, or use"
+    assert wanted in refusal
+
+
+def test_what_a_library_does_not_know_is_refused_before_weights_are_read(gpu, model_path, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda module: module)
+    line = [str(model_path), *with_attention("flashinfer"), *SMALL]
+    assert outlook([*line, "--dtype", "float16"]).refusals == ()
+    (refusal,) = outlook([*line, "--dtype", "float32"]).refusals
+    assert "tree_attention: 'flashinfer' does not know dtype torch.float32; use tree_attention='triton'" in refusal
+    monkeypatch.setattr(ModelConfig, "get_head_size", lambda self: 96)
+    (refusal,) = outlook([*line, "--dtype", "float16"]).refusals
+    assert "'flashinfer' does not know heads of 96" in refusal
+
+
+def test_full_graphs_of_mixed_batches_are_refused_with_a_library(gpu, model_path):
+    line = [str(model_path), *with_attention("torch"), *SMALL, "-cc.cudagraph_mode=FULL"]
+    (refusal,) = outlook(line).refusals
+    assert "cudagraph_mode=FULL: " in refusal and "use cudagraph_mode=PIECEWISE or tree_attention='triton'" in refusal
 
 
 def test_heads_that_the_gpu_backend_refuses_are_named(gpu, model_path, monkeypatch):

@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 
 ROOT = Path(__file__).resolve().parent.parent
 KERNELS = {"mla_attention", "tree_attention", "kv_compact", "tree_build", "tree_verify", "tree_walk", "recycle"}
+KERNELS |= {"tree_libraries"}
 # What the script does with sys.argv, where neither vLLM nor an installation of this package can be imported.
 BARE = """
 import importlib.abc, importlib.util, runpy, sys
@@ -51,6 +52,7 @@ def test_every_kernel_is_checked_and_timed_with_torch_and_triton_alone(tmp_path)
     done = run(RUN, "--tiny", "--json", str(tmp_path / "found.json"), folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "FAIL" not in done.stdout
+    assert "PASS  torch, trees" in done.stdout and "SKIP  flashinfer: " in done.stdout
     found = json.loads((tmp_path / "found.json").read_text())
     assert set(found["checks"]) == set(found["times"]) == KERNELS
     assert all(row["passed"] for rows in found["checks"].values() for row in rows)

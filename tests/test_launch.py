@@ -272,6 +272,15 @@ def test_a_runner_that_vllm_takes_on_its_own_is_refused(configure, monkeypatch):
         launch.check(config)
 
 
+@pytest.mark.parametrize("runner", ["V1", "V2"])
+@pytest.mark.parametrize("name", ["torch", "flashinfer", "xformers"])
+def test_a_cpus_own_attention_has_no_stand_in(configure, request, runner, name):
+    if runner == "V2":
+        request.getfixturevalue("runner_v2")
+    with pytest.raises(TreeOptionError, match=f"tree_attention: '{name}' .* on a CPU trees have their own.*leave it"):
+        configure({"tree_attention": name})
+
+
 def test_a_vllm_that_changed_is_refused_by_the_hook(configure, monkeypatch):
     gone = Hook("vllm.v1.core.sched.scheduler", "Scheduler.renamed_since")
     monkeypatch.setattr(hooks, "LAUNCH", (*hooks.LAUNCH, gone))
@@ -408,9 +417,43 @@ def test_an_ssm_that_cannot_be_split_like_the_llm_is_refused(configure, folder):
     config = configure({"ssms": [folder()]})
     config.parallel_config.tensor_parallel_size = 2  # 9 heads
     with pytest.raises(
-        TreeOptionError, match=r"ssms\[0\]: .* cannot run on the LLM's ranks \(.*9.*\); use another SSM"
+        TreeOptionError,
+        match=r"ssms\[0\]: .* cannot run on the LLM's ranks \(.*9.*\); use another SSM, .* ssm_placement 'replicated'",
     ):
         launch.check(config)
+
+
+def test_kv_heads_that_the_ranks_do_not_divide_are_refused(configure, folder):
+    config = configure({"ssms": [folder("few", num_attention_heads=8, num_key_value_heads=2, hidden_size=512)]})
+    config.parallel_config.tensor_parallel_size = 4
+    launch.check(config)  # each KV head on two ranks
+    config = configure({"ssms": [folder("odd", num_attention_heads=12, num_key_value_heads=6, hidden_size=768)]})
+    config.parallel_config.tensor_parallel_size = 4
+    with pytest.raises(TreeOptionError, match=r"ranks \(6 KV heads cannot be divided among 4 ranks\); .*'replicated'"):
+        launch.check(config)
+
+
+@pytest.mark.parametrize("placement", ["replicated", "one_per_rank"])
+def test_an_ssm_that_is_not_sharded_may_have_any_heads(configure, runner_v2, folder, placement):
+    narrow = folder()
+    np.save(narrow / "draft_vocab.npy", np.arange(64, dtype=np.int32))
+    config = configure({"ssms": [narrow], "ssm_placement": placement})
+    config.parallel_config.tensor_parallel_size = 2  # 9 heads
+    launch.check(config)
+
+
+def test_one_ssm_per_rank_is_refused_on_the_v1_runner(configure, ssm_path):
+    tree = {"ssms": [str(ssm_path)], "ssm_placement": "one_per_rank"}
+    configure(tree)  # with one rank there is nothing to place
+    with pytest.raises(
+        TreeOptionError, match="ssm_placement: 'one_per_rank' does not run on vLLM's V1 runner; use 'replicated'"
+    ):
+        configure(tree, tensor_parallel_size=3)
+
+
+def test_one_ssm_per_rank_is_prepared_for_on_the_v2_runner(configure, runner_v2, ssm_path):
+    tree = {"ssms": [str(ssm_path)], "ssm_placement": "one_per_rank"}
+    assert configure(tree, tensor_parallel_size=3).speculative_config.tree.ssm_placement == "one_per_rank"
 
 
 # -- primer ------------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import sys
 import types
+from types import SimpleNamespace
 
 import pytest
 
@@ -187,3 +188,52 @@ def test_a_hook_read_in_fewer_releases_is_refused_in_the_others(upstream, monkey
 )
 def test_versions_are_told_apart(version, known):
     assert is_version_in(version, SUPPORTED_VERSIONS) is known
+
+
+# -- the tensor-parallel group -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def groups(monkeypatch):
+    """vLLM's groups of two ranks and one stage, as names."""
+    state = pytest.importorskip("vllm.distributed.parallel_state")
+    monkeypatch.setattr(state, "_TP", SimpleNamespace(world_size=2, rank_in_group=1))
+    monkeypatch.setattr(state, "_PP", SimpleNamespace(world_size=1, rank_in_group=0))
+    return state
+
+
+def test_a_rank_is_alone_meanwhile(groups):
+    from specinfer_vllm.patches.tensor_parallel import this_rank_alone
+
+    before = groups.get_tp_group()
+    with pytest.raises(ZeroDivisionError), this_rank_alone():
+        assert groups.get_tensor_model_parallel_world_size() == 1
+        assert groups.get_tensor_model_parallel_rank() == 0
+        raise ZeroDivisionError
+    assert groups.get_tp_group() is before
+
+
+@pytest.mark.parametrize("change", ["several stages", "another name"])
+def test_a_rank_that_would_not_be_alone_is_seen(groups, monkeypatch, change):
+    from specinfer_vllm.patches.tensor_parallel import this_rank_alone
+
+    before = groups._TP
+    if change == "several stages":
+        groups._PP.world_size = 2
+    else:
+        monkeypatch.setattr(groups, "get_tp_group", lambda: before)
+    with pytest.raises(HookChanged, match="get_tp_group: not the group of one rank"), this_rank_alone():
+        pass
+    assert groups._TP is before
+
+
+def test_a_model_that_is_not_sharded_has_a_parallel_config_of_its_own():
+    pytest.importorskip("vllm")
+    from vllm.config import ParallelConfig
+
+    from specinfer_vllm.patches.tensor_parallel import unsharded
+
+    shared = ParallelConfig(tensor_parallel_size=2, rank=1, distributed_executor_backend="mp")
+    mine = unsharded(shared)
+    assert (mine.tensor_parallel_size, mine.world_size, mine.rank) == (1, 1, 1)
+    assert (shared.tensor_parallel_size, shared.world_size) == (2, 2)

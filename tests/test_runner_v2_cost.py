@@ -65,8 +65,11 @@ def steps(llm, requests: int, count: int = 1) -> list:
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
     """Steps by (nodes, depth, requests), and what the controls saw on the first engine."""
+    import graphs
     import tiny_model
     from engines import engine
+
+    from specinfer_vllm.bench.engines import runner_of
 
     folder = tmp_path_factory.mktemp("models")
     llm_path = tiny_model.make(folder / "llm", layers=2)
@@ -94,8 +97,10 @@ def measured(tmp_path_factory):
                 found[nodes, depth, requests] = steps(llm, requests)
             if (nodes, depth) == BASE:
                 controls = {name: steps_with(control, llm) for name, control in CONTROLS.items()}
-    print(table(found))
-    return SimpleNamespace(found=found, controls=controls)
+                graphs.capture(runner_of(llm), sizes=[2, 4])
+                captured = [steps(llm, requests) for requests in (1, 3)]
+    print(table(found | {"graphs, 1 request": captured[0], "graphs, 3 requests": captured[1]}))
+    return SimpleNamespace(found=found, controls=controls, captured=captured)
 
 
 def table(found: dict) -> str:
@@ -103,7 +108,9 @@ def table(found: dict) -> str:
     last = {name: each[-1].counts() for name, each in found.items()}
     phases = list(next(iter(last.values())))
     lines = ["", f"{'nodes, depth, requests':>24}" + "".join(f"{phase:>13}" for phase in phases)]
-    lines += [f"{name!s:>24}" + "".join(f"{counts[phase]:13}" for phase in phases) for name, counts in last.items()]
+    lines += [
+        f"{name!s:>24}" + "".join(f"{counts.get(phase, 0):13}" for phase in phases) for name, counts in last.items()
+    ]
     return "\n".join(lines)
 
 
@@ -136,9 +143,19 @@ def test_a_level_of_an_ssm_costs_as_much_as_the_next(measured):
 
 
 @inside
+def test_graphs_hold_all_drafting(measured):
+    """What is left stages the step: two replays, of the SSM's reading and of all that follows it."""
+    one, three = (each[-1].launches for each in measured.captured)
+    assert one["propose"] == three["propose"]
+    assert one["propose"]["graph"] == 2
+    assert one["propose"].total() < 20
+    assert not set(one) & {"ssm", *PER_LEVEL}
+
+
+@inside
 def test_the_host_never_waits(measured):
     """Prompts and first steps included, where caches are filled."""
-    waits = {wait for each in measured.found.values() for step in each for wait in step.waits}
+    waits = {wait for each in (*measured.found.values(), *measured.captured) for step in each for wait in step.waits}
     assert not waits, "\n".join(sorted(waits))
 
 
@@ -267,3 +284,24 @@ def test_compaction_is_one_launch_for_all_layers():
         with Meter().watching("move") as step:
             compaction.move(slots, slots)
         assert step.counts() == {"move": 1} and not step.waits
+
+
+@inside
+@pytest.mark.parametrize("weighed", [(), (3, 8)], ids=["draws", "draws and laws"])
+def test_an_exchange_of_drafts_costs_as_much_for_any_batch_and_waits_for_nothing(weighed):
+    import torch
+    from launches import Meter
+    from test_draft_exchange import drafts_of
+
+    from specinfer_vllm.engine.draft_exchange import DraftExchange, DraftShape
+
+    counts = []
+    for draws, requests in ((2, 1), (9, 4)):
+        shape = DraftShape(draws, *weighed)
+        exchange = DraftExchange([shape, shape], 1, 2, lambda words: words.repeat(2))
+        drafts = drafts_of(shape, requests)
+        with torch.inference_mode(), Meter().watching("exchange") as step:
+            exchange.share([drafts], requests, torch.device("cpu"))
+        assert not step.waits
+        counts.append(step.counts()["exchange"])
+    assert counts[0] == counts[1] < 12

@@ -5,6 +5,7 @@ import os
 import pickle
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,6 +19,7 @@ import triton_cpu
 
 triton_cpu.register()  # before vLLM is imported
 
+import attention_stand_ins  # noqa: E402
 from triton_cases import chain, comb, random_tree, star  # noqa: E402
 from vllm.config import AttentionConfig, CUDAGraphMode  # noqa: E402
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata  # noqa: E402
@@ -25,6 +27,7 @@ from vllm.v1.attention.backends import triton_attn  # noqa: E402
 from vllm.v1.kv_cache_interface import FullAttentionSpec  # noqa: E402
 
 from specinfer_vllm.attention import triton as tree_triton  # noqa: E402
+from specinfer_vllm.attention.libraries import LIBRARIES  # noqa: E402
 from specinfer_vllm.attention.tree_batch import TreeBatch  # noqa: E402
 from specinfer_vllm.patches import triton_attention  # noqa: E402
 from specinfer_vllm.triton_kernels import tuning  # noqa: E402
@@ -194,6 +197,30 @@ OPTIONS = {
 def test_trees_and_other_requests_share_a_batch(options):
     batch = mixed()
     assert error(batch.run(**options), batch.dense(**options)) <= 1e-5
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_a_library_attends_to_the_trees_rows(name, options, monkeypatch):
+    """In the place of our kernel, and with the kernel's result; others' rows are not its."""
+    attention_stand_ins.install(monkeypatch)
+    monkeypatch.setattr(tree_triton, "tree_attention", None)
+    monkeypatch.setattr(tree_triton, "library_of", lambda config: LIBRARIES[name])
+    dtype, trees = torch.float32 if name == "torch" else torch.float16, [(random_tree(RNG, 9), 21), (star(5), 33)]
+    batch = mixed(dtype=dtype) if (name, options) == ("torch", "together") else Batch(trees, dtype=dtype)
+    options = OPTIONS[options]
+    if LIBRARIES[name].unknown(replace(batch.impl(**options).kind(), head_size=64)):
+        pytest.skip("refused, see test_what_a_library_does_not_know_is_refused")
+    assert batch.builder().get_cudagraph_support(None, None) == AttentionCGSupport.NEVER
+    assert error(batch.run(**options), batch.dense(**options)) <= (1e-5 if name == "torch" else 2e-3)
+
+
+def test_a_librarys_mask_that_is_wrong_is_caught(monkeypatch):
+    """Negative control: with a chain's bits the comparison fails."""
+    monkeypatch.setattr(tree_triton, "library_of", lambda config: LIBRARIES["torch"])
+    batch = Batch([(star(5), 33), (comb(12), 3)])
+    batch.tree.ancestors[:, 0] = (2 << torch.cat([torch.arange(5), torch.arange(12)])) - 1
+    assert error(batch.run(), batch.dense()) > 1e-2
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (3, 1), (6, 2)])
@@ -372,6 +399,19 @@ def test_attention_that_the_kernel_does_not_know_is_refused(reason):
     vars(impl).update(REFUSED[reason])
     with pytest.raises(NotImplementedError, match=reason):
         impl.check()
+
+
+@pytest.mark.parametrize("name", ["flashinfer", "xformers"])
+def test_what_a_library_does_not_know_is_refused(name, monkeypatch):
+    batch = Batch([(chain(2), 3)])
+    impl = batch.impl(sinks=torch.zeros(4))
+    impl.check()
+    monkeypatch.setattr(tree_triton, "library_of", lambda config: LIBRARIES[name])
+    wanted = f"tree_attention: '{name}' does not know .*sinks, which this LLM.*; use tree_attention='triton'"
+    with pytest.raises(NotImplementedError, match=wanted):
+        batch.impl(sinks=torch.zeros(4)).check()
+    monkeypatch.setattr(tree_triton, "library_of", lambda config: LIBRARIES["torch"])
+    batch.impl(soft_cap=3.0, sinks=torch.zeros(4)).check()
 
 
 def test_the_backend_says_what_it_does_not_support():

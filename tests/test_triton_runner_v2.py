@@ -16,6 +16,7 @@ import pytest
 if os.environ.get("TRITON_INTERPRET") != "1" or os.environ.get("VLLM_USE_V2_MODEL_RUNNER") != "1":
     pytest.skip("runs in a process of its own, see test_runner_v2.py", allow_module_level=True)
 
+import graphs  # noqa: E402
 import tiny_model  # noqa: E402
 import torch  # noqa: E402
 from engines import engine  # noqa: E402
@@ -23,9 +24,12 @@ from scipy.stats import chisquare  # noqa: E402
 from vllm import SamplingParams  # noqa: E402
 from vllm.sampling_params import StructuredOutputsParams  # noqa: E402
 
+from specinfer_vllm.attention import dense_masks  # noqa: E402
+from specinfer_vllm.attention.libraries import LIBRARIES  # noqa: E402
 from specinfer_vllm.bench.engines import runner_of, tree_stats  # noqa: E402
 from specinfer_vllm.engine.device_draws import SampledDraws  # noqa: E402
 from specinfer_vllm.engine.device_trees import DeviceTrees  # noqa: E402
+from specinfer_vllm.engine.draft_inputs import DraftInputs  # noqa: E402
 
 LENGTH = 128
 SETTINGS = {
@@ -436,7 +440,8 @@ def test_the_real_model_writes_the_same_under_grammars_and_stop_strings(plain):
     assert stats["accepted_by"]["recycling"] > 0
 
 
-def test_attention_and_compaction_of_a_gpu_give_the_same(models, plain, monkeypatch):
+@pytest.fixture
+def gpu_parts(monkeypatch):
     """The backend and the kernel that GPUs take, in the place of the CPU's, for SSM levels, trees and prompts."""
     from specinfer_vllm.engine.runner_v2 import TreeCPUModelRunnerV2, TreeGPUModelRunnerV2
     from specinfer_vllm.patches import cpu_attention, triton_attention
@@ -445,10 +450,63 @@ def test_attention_and_compaction_of_a_gpu_give_the_same(models, plain, monkeypa
     monkeypatch.setattr(cpu_attention, "BACKEND", triton_attention.BACKEND)
     monkeypatch.setattr(TreeCPUModelRunnerV2, "_compaction", TreeGPUModelRunnerV2._compaction)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *args: (9, 0))  # vLLM's K/V store asks
-    ssm = {"name": "llm", "expansion": [2, 1, 1]}
-    with serving(models, plain, ssms=[ssm], num_nodes=6) as llm:
+
+
+def accepted(llm, asked) -> tuple[list, int]:
+    """The answers, and how many nodes were accepted for them; nothing of them is in the cache before."""
+    llm.reset_prefix_cache()
+    before = tree_stats(llm)["accepted"]
+    found = answers(llm, asked)
+    return found, tree_stats(llm)["accepted"] - before
+
+
+def test_attention_compaction_and_graphs_of_a_gpu_give_the_same(models, plain, gpu_parts, monkeypatch):
+    """Graphs read what a step wrote where it was captured: as many nodes are accepted as without."""
+    asked, wanted = KINDS["greedy"][1::4], plain["greedy"][1::4]
+    proposers = {"ssms": [{"name": "llm", "expansion": [2, 1, 1]}], "proposers": ["recycling"]}
+    with serving(models, plain, **proposers, num_nodes=6) as llm:
         kinds = {type(each.impl).__name__ for each in runner_of(llm).compilation_config.static_forward_context.values()}
         assert kinds == {"TreeTritonAttentionImpl"}
-        assert answers(llm, KINDS["greedy"][1::2]) == plain["greedy"][1::2]
+        eager = accepted(llm, asked)
         stats = tree_stats(llm)
+        assert eager == (wanted, stats["accepted"])
         assert stats["accepted"] > 0.6 * DEPTH * stats["drafted_steps"]
+        # Through what the option tree_attention names, which a CPU's launch refuses.
+        calls, attend = [], dense_masks.attend
+        with monkeypatch.context() as patch:
+            patch.setattr(dense_masks, "attend", lambda call: calls.append(len(call.query)) or attend(call))
+            for layer in runner_of(llm).compilation_config.static_forward_context.values():
+                patch.setattr(layer.impl, "library", LIBRARIES["torch"])
+            assert answers(llm, KINDS["greedy"][1:2]) == plain["greedy"][1:2]
+        assert calls
+        captured = graphs.capture(runner_of(llm), sizes=[4])
+        assert accepted(llm, asked) == eager
+        assert all(each.replays for each in captured)
+        # The control: a step's values stand where no graph looks for them.
+        eager = accepted(llm, asked[-1:])
+        inputs = runner_of(llm).speculator.inputs
+        written = DraftInputs.write
+
+        def elsewhere(self, *args):
+            inputs.numbers = inputs.numbers.clone()
+            written(self, *args)
+
+        monkeypatch.setattr(DraftInputs, "write", elsewhere)
+        found, count = accepted(llm, asked[-1:])
+        assert found == eager[0]
+        assert count < eager[1]
+
+
+def test_graphs_draw_what_is_drawn_without(models, plain, gpu_parts):
+    """A rule that weighs sampled draws: a request with a top-p is drafted without graphs."""
+    sampling = [{"temperature": 0.9}, {"temperature": 0}, {"temperature": 0.7}]
+    asked = [
+        (prompt, SamplingParams(max_tokens=4, seed=seed, ignore_eos=True, detokenize=False, **each))
+        for seed, (prompt, each) in enumerate(zip(prompts()[:2] * 2, [*sampling, {"top_p": 0.7}], strict=True))
+    ]
+    with serving(models, plain, verifier="mss", ssms=[{"name": "ssm", "expansion": [2, 1]}], num_nodes=4) as llm:
+        eager = [accepted(llm, asked[:3]), accepted(llm, asked)]
+        captured = graphs.capture(runner_of(llm), sizes=[4])
+        assert [accepted(llm, asked[:3]), accepted(llm, asked)] == eager
+        assert all(each.replays for each in captured)
+        assert sum(count for _, count in eager) > 0

@@ -29,6 +29,44 @@ def make(folder: Path, layers: int, seed: int = 0, hidden: int = 128, heads: int
     return folder
 
 
+def with_three_heads(source: Path, folder: Path) -> Path:
+    """Save such a model of four query heads and two KV heads without its last query head, each other with a KV head.
+
+    As a Mistral, since a Llama's hidden size must be a multiple of its heads.
+    """
+    from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(source)
+    size, weights = model.config.head_dim, model.state_dict()
+    for name, weight in weights.items():
+        if "k_proj" in name or "v_proj" in name:
+            weights[name] = weight.view(2, size, -1)[[0, 0, 1]].flatten(0, 1)
+        elif "q_proj" in name:
+            weights[name] = weight[: 3 * size].clone()
+        elif "o_proj" in name:
+            weights[name] = weight[:, : 3 * size].clone()
+    same = (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "max_position_embeddings",
+        "head_dim",
+    )
+    config = MistralConfig(
+        **{name: getattr(model.config, name) for name in same},
+        num_attention_heads=3,
+        num_key_value_heads=3,
+        sliding_window=None,
+        tie_word_embeddings=False,
+        rope_parameters=model.config.rope_parameters,
+    )
+    smaller = MistralForCausalLM(config)
+    smaller.load_state_dict(weights)
+    smaller.save_pretrained(folder)
+    return folder
+
+
 def cut(source: Path, folder: Path, layers: int) -> Path:
     """Save the first layers of such a model: an SSM whose tokens are its LLM's now and then."""
     from transformers import AutoModelForCausalLM

@@ -69,25 +69,31 @@ class TreeMask:
         """`rows` with -1 at padding."""
         return torch.where(self.valid, self.rows, -1)
 
-    def bias(self, num_keys: int, window: int | None = None) -> torch.Tensor:
-        """Additive mask [requests, width, num_keys] float32, 0 where visible and -inf elsewhere.
+    def visible(self, num_keys: int, window: int | None = None) -> torch.Tensor:
+        """Which keys each row sees [requests, width, num_keys] bool; what stands at padding has no meaning.
 
         num_keys counts key slots from the start of the sequence. A window is measured in positions, so that a node at
         depth d sees as far back as plain decoding would at that position, whatever its slot.
         """
-        slot = torch.arange(num_keys)
+        slot = torch.arange(num_keys, device=self.rows.device)
         tree_slot = slot - self.prefix_len[:, None]
         in_prefix = tree_slot < 0
-        tree_size = self.tree_depth.shape[1]
         in_tree = (tree_slot >= 0) & (tree_slot < self.tree_len[:, None])
+        tree_size = self.tree_depth.shape[1]
         index = tree_slot.clamp(0, tree_size - 1)
-        requests, width = self.rows.shape
-        word = self.words.gather(2, (index // WORD_BITS)[:, None, :].expand(requests, width, num_keys))
-        bits = (word >> (index % WORD_BITS)[:, None, :]) & 1
-        visible = in_prefix[:, None, :] | (in_tree[:, None, :] & (bits == 1))
+        of_tree = torch.arange(tree_size, device=self.rows.device)
+        bits = ((self.words[..., of_tree // WORD_BITS] >> (of_tree % WORD_BITS)) & 1).bool()
+        visible = bits.gather(2, index[:, None, :].expand(-1, bits.shape[1], -1))
+        visible &= in_tree[:, None, :]
+        visible |= in_prefix[:, None, :]
         if window is not None:
             key_position = torch.where(in_prefix, slot, self.prefix_len[:, None] + self.tree_depth.gather(1, index))
-            visible &= self.position[:, :, None] - key_position[:, None, :] < window
+            visible &= key_position[:, None, :] > (self.position - window)[:, :, None]
+        return visible
+
+    def bias(self, num_keys: int, window: int | None = None) -> torch.Tensor:
+        """Additive mask [requests, width, num_keys] float32, 0 where visible and -inf elsewhere; see `visible`."""
+        visible = self.visible(num_keys, window)
         # A padded row sees the first key, so that its softmax is defined; nobody reads its result.
         visible[..., 0] |= ~self.valid
         return torch.zeros(visible.shape).masked_fill_(~visible, float("-inf"))

@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's Triton attention backend with a kernel of our own for tree rows; all other rows take vLLM's."""
+"""vLLM's Triton attention backend with a kernel of our own for tree rows; all other rows take vLLM's.
+
+The option tree_attention lets another library attend to the tree's rows, see libraries.py.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
-from vllm.config import get_current_vllm_config_or_none
+from vllm.config import VllmConfig, get_current_vllm_config_or_none
+from vllm.platforms import current_platform
 from vllm.utils.math_utils import next_power_of_2
 from vllm.utils.torch_utils import is_quantized_kv_cache
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, CommonAttentionMetadata
@@ -19,7 +24,10 @@ from vllm.v1.attention.backends.triton_attn import (
     TritonAttentionMetadataBuilder,
 )
 
+from specinfer_vllm.attention.libraries import LIBRARIES, AttentionKind, Library
 from specinfer_vllm.attention.tree_batch import TreeBatch
+from specinfer_vllm.attention.tree_call import TreeCall
+from specinfer_vllm.patches.speculative_config import tree_config
 from specinfer_vllm.triton_kernels.tree_attention import FP8, plan_for, tree_attention, workspace_size
 from specinfer_vllm.triton_kernels.tuning import AttentionPlan
 
@@ -53,6 +61,7 @@ class TreePass:
     max_keys     upper bound of one request's keys
     covers_all   no query row lies outside the trees
     workspaces   the builder's, by number of elements
+    kept         the builder's, for a library that attends in our kernel's place; shared: the same, for this step
     """
 
     batch: TreeBatch
@@ -62,6 +71,8 @@ class TreePass:
     max_keys: int
     covers_all: bool
     workspaces: dict[int, torch.Tensor]
+    kept: dict[Hashable, object]
+    shared: dict[Hashable, object] = field(default_factory=dict)
     launches: dict[torch.dtype, tuple[AttentionPlan, torch.Tensor | None]] = field(default_factory=dict)
 
     def launch(self, query: torch.Tensor, key: torch.Tensor) -> tuple[AttentionPlan, torch.Tensor | None]:
@@ -102,6 +113,14 @@ class TreeTritonAttentionMetadataBuilder(TritonAttentionMetadataBuilder):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.workspaces: dict[int, torch.Tensor] = {}
+        self.kept: dict[Hashable, object] = {}
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: Any) -> AttentionCGSupport:
+        """As upstream; never with a library, which reads the trees on the host: vLLM then captures between layers."""
+        if library_of(vllm_config) is not None:
+            return AttentionCGSupport.NEVER
+        return super().get_cudagraph_support(vllm_config, kv_cache_spec)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -123,6 +142,7 @@ class TreeTritonAttentionMetadataBuilder(TritonAttentionMetadataBuilder):
             max_keys=next_power_of_2(common.max_seq_len),
             covers_all=covers_all,
             workspaces=self.workspaces,
+            kept=self.kept,
         )
         return metadata
 
@@ -140,6 +160,12 @@ class TreeTritonAttentionMetadataBuilder(TritonAttentionMetadataBuilder):
                 )
             metadata.tree.prefix_len.zero_()
         return metadata
+
+
+def library_of(vllm_config: VllmConfig | None) -> Library | None:
+    """What attends to the tree's rows in our kernel's place, by the option tree_attention; None = our kernel."""
+    config = None if vllm_config is None else tree_config(vllm_config)
+    return None if config is None else LIBRARIES.get(config.tree.tree_attention)
 
 
 def without_trees(common: CommonAttentionMetadata, tree: TreeBatch) -> CommonAttentionMetadata:
@@ -166,7 +192,7 @@ def without_trees(common: CommonAttentionMetadata, tree: TreeBatch) -> CommonAtt
 
 
 class TreeTritonAttentionImpl(TritonAttentionImpl):
-    """Tree rows: one masked pass of our kernel over prefix and tree. Other rows: as upstream."""
+    """Tree rows: one masked pass of our kernel over prefix and tree, or of a library. Other rows: as upstream."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -176,6 +202,7 @@ class TreeTritonAttentionImpl(TritonAttentionImpl):
         # NaN until the weights are there, since sinks are weights.
         self.tree_sinks = None if self.sinks is None else torch.full_like(self.sinks, float("nan"), dtype=torch.float32)
         config = get_current_vllm_config_or_none()
+        self.library = library_of(config)
         self.model_config = None if config is None else config.model_config
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
@@ -208,6 +235,23 @@ class TreeTritonAttentionImpl(TritonAttentionImpl):
                     f"speculative_config.method: 'tree' cannot verify this LLM yet, whose attention uses {name}; "
                     "use another method"
                 )
+        if self.library is not None and (names := self.library.unknown(self.kind())):
+            raise NotImplementedError(
+                f"speculative_config.tree_attention: {self.library.name!r} does not know {', '.join(names)}, which this"
+                " LLM or an SSM uses; use tree_attention='triton'"
+            )
+
+    def kind(self) -> AttentionKind:
+        """What a library is asked about."""
+        return AttentionKind(
+            head_size=self.head_size,
+            dtype=None if self.model_config is None else self.model_config.dtype,
+            has_sinks=self.sinks is not None,
+            has_soft_cap=self.soft_cap > 0,
+            is_quantised=is_quantized_kv_cache(self.kv_cache_dtype),
+            is_amd=current_platform.is_rocm(),
+            capability=current_platform.get_device_capability(),
+        )
 
     def forward(
         self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale=None, output_block_scale=None
@@ -238,30 +282,32 @@ class TreeTritonAttentionImpl(TritonAttentionImpl):
         if is_quantized_kv_cache(self.kv_cache_dtype):
             key, value = key.view(self.fp8_dtype), value.view(self.fp8_dtype)
             k_scale, v_scale = layer._k_scale, layer._v_scale
+        arguments: dict[str, Any] = {
+            "query": query,
+            "key": key,
+            "value": value,
+            "block_table": tree.block_table,
+            "query_start": tree.query_start,
+            "prefix_len": tree.prefix_len,
+            "max_rows": batch.max_rows,
+            "max_keys": tree.max_keys,
+            "scale": self.scale,
+            "ancestors": batch.ancestors,
+            "depth": batch.depth,
+            "tree_start": batch.tree_start,
+            "query_depth": batch.row_depth,
+            "window": self.window,
+            "soft_cap": self.soft_cap,
+            "sinks": self.tree_sinks,
+            "k_scale": k_scale,
+            "v_scale": v_scale,
+            "output": output,
+        }
+        if self.library is not None:
+            self.library.attend(TreeCall(**arguments, shared=tree.shared, kept=tree.kept))
+            return
         plan, workspace = tree.launch(query, key)
-        tree_attention(
-            query,
-            key,
-            value,
-            tree.block_table,
-            tree.query_start,
-            tree.prefix_len,
-            max_rows=batch.max_rows,
-            max_keys=tree.max_keys,
-            scale=self.scale,
-            ancestors=batch.ancestors,
-            depth=batch.depth,
-            tree_start=batch.tree_start,
-            query_depth=batch.row_depth,
-            window=self.window,
-            soft_cap=self.soft_cap,
-            sinks=self.tree_sinks,
-            k_scale=k_scale,
-            v_scale=v_scale,
-            output=output,
-            workspace=workspace,
-            plan=plan,
-        )
+        tree_attention(**arguments, workspace=workspace, plan=plan)
 
 
 class TreeTritonAttentionBackend(TritonAttentionBackend):

@@ -16,14 +16,16 @@ class DeviceRequests:
 
     branches    [slots] int32    most children per node: 0 = no tree, 1 = a chain
     last        [slots] int32    sequence length at which the request ends
+                                 Both on the device, where CUDA graphs read them: they stay where they are.
     refused     why the slot's request gets no tree, for those that do not
     has_custom  whether the user loaded logits processors, which may look at the drafts in front of a row
     """
 
-    def __init__(self, slots: int, max_len: int, options: TreeOptions) -> None:
+    def __init__(self, slots: int, max_len: int, options: TreeOptions, device: torch.device) -> None:
         self.options, self.max_len = options, max_len
-        self.branches = UvaBackedTensor(slots, torch.int32)
-        self.last = UvaBackedTensor(slots, torch.int32)
+        self.known = UvaBackedTensor((2, slots), torch.int32)  # as the host knows them
+        self.limits = torch.zeros(2, slots, dtype=torch.int32, device=device)
+        self.branches, self.last = self.limits
         self.refused: dict[int, str] = {}
         self.has_custom = False
 
@@ -38,14 +40,13 @@ class DeviceRequests:
         widest = self.options.branches or MAX_WIDTH
         if params is not None and walks_back(params):
             widest = 1
-        self.branches.np[slot] = 0 if reason is not None else widest
+        branches = 0 if reason is not None else widest
         max_tokens = params.max_tokens if params is not None and params.max_tokens else self.max_len
-        self.last.np[slot] = min(prompt_len + max_tokens, self.max_len)
+        self.known.np[:, slot] = branches, min(prompt_len + max_tokens, self.max_len)
 
     def publish(self) -> None:
         """Bring what `start` wrote to the device, in stream order."""
-        self.branches.copy_to_uva()
-        self.last.copy_to_uva()
+        self.limits.copy_(self.known.copy_to_uva(), non_blocking=True)
 
 
 def walks_back(params: SamplingParams) -> bool:

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from specinfer_vllm.config import WHERE, TreeOptionError, TreeOptions
+from specinfer_vllm.attention.libraries import LIBRARIES, AttentionKind
+from specinfer_vllm.config import ONE_PER_RANK, TRITON, WHERE, TreeOptionError, TreeOptions
 from specinfer_vllm.engine.vocabulary import check_ssm
 from specinfer_vllm.patches import hooks, triton_attention
 from specinfer_vllm.patches.patch import HookMissing
@@ -110,12 +111,14 @@ def prepare(args: Any, options: TreeOptions) -> None:
     Raises TreeOptionError for a device, a vLLM or a setting that trees cannot be combined with.
     """
     refuse_device()
+    refuse_library(options)
     refuse_unknown_vllm()
     refuse(ARGUMENTS, args)
     if uses_runner_v2():
         refuse_verifier(options)
     else:
         refuse(ARGUMENTS_V1, args)
+        refuse_placement(options, args.tensor_parallel_size)
     for name, ours in chosen().items():
         given = getattr(args, name)
         if given not in (CHOSEN[name], ours):
@@ -138,6 +141,14 @@ def refuse(refusals: Iterable[Refusal], owner: Any) -> None:
     """Raise TreeOptionError for the first setting of the owner that is in the way."""
     for each in refusals:
         each.check(owner)
+
+
+def refuse_placement(options: TreeOptions, ranks: int) -> None:
+    """Raise TreeOptionError for a placement of SSMs that the V1 runner does not have."""
+    if options.ssm_placement == ONE_PER_RANK and ranks > 1:
+        raise TreeOptionError(
+            f"{WHERE}.ssm_placement: {ONE_PER_RANK!r} does not run on vLLM's V1 runner; use 'replicated' or 'sharded'"
+        )
 
 
 def refuse_device() -> None:
@@ -163,6 +174,26 @@ def device_problem() -> str | None:
     if not v2:
         return "VLLM_USE_V2_MODEL_RUNNER=0: on a GPU 'tree' runs on vLLM's V2 runner only; unset it"
     return None
+
+
+def refuse_library(options: TreeOptions) -> None:
+    """Raise TreeOptionError for a tree_attention that this device does not read, or that is not installed."""
+    from vllm.platforms import current_platform
+
+    name = options.tree_attention
+    if name == TRITON:
+        return
+    if current_platform.is_cpu():
+        raise TreeOptionError(
+            f"{WHERE}.tree_attention: {name!r} stands in for a kernel of GPUs; on a CPU trees have their own attention:"
+            " leave it out"
+        )
+    library = LIBRARIES[name]
+    if not library.is_installed:
+        raise TreeOptionError(
+            f"{WHERE}.tree_attention: {name!r} needs the package {library.package}, which is not installed here;"
+            f" install it, or use tree_attention={TRITON!r}"
+        )
 
 
 def refuse_unknown_vllm() -> None:
@@ -221,6 +252,7 @@ def check(config: Any) -> None:
     if config.scheduler_config.async_scheduling:
         config.scheduler_config.scheduler_cls = ASYNC_SCHEDULER  # known on the finished config only
     choose_attention(config)
+    check_library(tree, config)
     if config.kv_transfer_config is not None:
         raise TreeOptionError(f"kv_transfer_config: not supported with method 'tree': {CONNECTOR}")
     dtype = config.cache_config.cache_dtype  # 'auto' may have become what the checkpoint says
@@ -258,6 +290,36 @@ def choose_attention(config: Any) -> None:
             f"attention_backend: {given.name!r} has no tree attention; leave it out, 'tree' brings {ours.name!r}"
         )
     config.attention_config.backend = ours
+
+
+def check_library(tree: TreeOptions, config: Any) -> None:
+    """Raise TreeOptionError for a tree_attention that does not know this LLM's attention, or these CUDA graphs.
+
+    What is known of a layer only, sinks and a soft cap, is refused when the layers are there.
+    """
+    from vllm.config import CUDAGraphMode
+    from vllm.platforms import current_platform
+
+    if tree.tree_attention == TRITON:
+        return
+    model = config.model_config
+    kind = AttentionKind(
+        head_size=model.get_head_size(),
+        dtype=model.dtype,
+        is_amd=current_platform.is_rocm(),
+        capability=current_platform.get_device_capability(),
+    )
+    if names := LIBRARIES[tree.tree_attention].unknown(kind):
+        raise TreeOptionError(
+            f"{WHERE}.tree_attention: {tree.tree_attention!r} does not know {', '.join(names)}; use"
+            f" tree_attention={TRITON!r}"
+        )
+    mode = config.compilation_config.cudagraph_mode
+    if mode.mixed_mode() == CUDAGraphMode.FULL:
+        raise TreeOptionError(
+            f"cudagraph_mode={mode.name}: {WHERE}.tree_attention={tree.tree_attention!r} reads the trees on the host,"
+            f" which full CUDA graphs cannot; use cudagraph_mode=PIECEWISE or tree_attention={TRITON!r}"
+        )
 
 
 def check_lengths(tree: TreeOptions, max_model_len: int) -> None:

@@ -15,8 +15,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from specinfer_vllm.config import TreeOptionError, TreeOptions
+from specinfer_vllm.config import REPLICATED, SHARDED, TRITON, TreeOptionError, TreeOptions
 from specinfer_vllm.engine import launch
+from specinfer_vllm.patches import triton_attention
 from specinfer_vllm.patches.engine_args import tree_options
 from specinfer_vllm.patches.speculative_config import tree_config, uses_runner_v2
 from specinfer_vllm.propose.primer import find_primer
@@ -45,6 +46,7 @@ class Outlook:
     nodes, depth    most nodes of a request's tree, and its longest path
     lookahead_slots    KV slots that are kept free behind a request's last token for SSMs
     proposers       paths of SSMs and names of draft-free proposers
+    placement       where SSMs are under tensor parallelism
     primer          file that recycling starts with
     notes           what the tree's checks warn of
     refusals        why it does not start, a sentence each
@@ -68,6 +70,7 @@ class Outlook:
     depth: int | None = None
     lookahead_slots: int | None = None
     proposers: tuple[str, ...] = ()
+    placement: str | None = None
     primer: str | None = None
     verifier: str | None = None
     notes: tuple[str, ...] = ()
@@ -122,7 +125,7 @@ def of_device() -> dict[str, Any]:
     """What the device decides for every tree; a GPU's graphs depend on the model and on how it is compiled."""
     from vllm.platforms import current_platform
 
-    from specinfer_vllm.patches import cpu_attention, triton_attention
+    from specinfer_vllm.patches import cpu_attention
 
     is_cpu = current_platform.is_cpu()
     ours, others = triton_attention.NAME, TRITON_BACKEND
@@ -236,9 +239,29 @@ def of_tree(config: Any) -> dict[str, Any]:
         "other_graphs": mode.mixed_mode().name,
         "graph_mode": mode.name,
         "lookahead_slots": speculative.num_lookahead_tokens,
+        "placement": placement(tree, config.parallel_config.tensor_parallel_size),
         "primer": None if primer is None else str(primer),
+        **of_library(tree),
         "refusals": attention_refusals(config),
     }
+
+
+def of_library(tree: TreeOptions) -> dict[str, Any]:
+    """What attends to the trees' rows, where it is not the backend's own kernel."""
+    if tree.tree_attention == TRITON:
+        return {}
+    return {"tree_attention": f"{triton_attention.NAME} through {tree.tree_attention}"}
+
+
+def placement(tree: TreeOptions, ranks: int) -> str | None:
+    """Where SSMs are; None where there is one rank, or no SSM."""
+    if ranks == 1 or not tree.ssms:
+        return None
+    if tree.ssm_placement == SHARDED:
+        return f"{SHARDED} over {ranks} ranks"
+    if tree.ssm_placement == REPLICATED:
+        return f"{REPLICATED} on {ranks} ranks"
+    return ", ".join(f"ssms[{index}] on rank {index % ranks}" for index in range(len(tree.ssms)))
 
 
 def of_plain(config: Any) -> dict[str, Any]:
@@ -272,11 +295,18 @@ def of_every(config: Any) -> dict[str, Any]:
 
 
 def tree_graph_mode(config: Any) -> Any:
-    """What the V2 runner makes of the configured mode: the tree's backend has full graphs of steps of trees only."""
-    from vllm.config import CUDAGraphMode
+    """What the V2 runner makes of the configured mode: the tree's backend has full graphs of steps of trees only.
+
+    And none at all with a library, which reads the trees on the host.
+    """
+    from vllm.config import CompilationMode, CUDAGraphMode
 
     compilation = config.compilation_config
     mode = compilation.cudagraph_mode
+    if tree_config(config).tree.tree_attention != TRITON and mode.has_full_cudagraphs():
+        splits = compilation.splitting_ops_contain_attention() or compilation.use_inductor_graph_partition
+        is_piecewise = splits and compilation.mode == CompilationMode.VLLM_COMPILE
+        return CUDAGraphMode.PIECEWISE if is_piecewise else CUDAGraphMode.NONE
     if mode.mixed_mode() != CUDAGraphMode.FULL:
         return mode
     splits = compilation.splitting_ops_contain_attention()

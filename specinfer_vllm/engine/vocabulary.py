@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from specinfer_vllm.config import WHERE, SsmOptions, TreeOptionError, ssm_slots
+from specinfer_vllm.config import SHARDED, WHERE, SsmOptions, TreeOptionError, ssm_slots
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -41,11 +41,13 @@ def check_ssm(ssm: SsmOptions, index: int, config: Any) -> None:
     for attribute, kind in NO_SSM.items():
         if getattr(model, attribute, False):
             raise TreeOptionError(f"{name}: {ssm.model!r} {kind}; use a plain text decoder as the SSM")
-    check_parallel(name, ssm.model, model, config.parallel_config)
-    check_room(name, ssm.model, model, ssm_slots(config.speculative_config.tree, index))
+    options = config.speculative_config.tree
+    if options.ssm_placement == SHARDED:
+        check_parallel(name, ssm, model, config.parallel_config)
+    check_room(name, ssm.model, model, ssm_slots(options, index))
     check_tokens(name, ssm, config.model_config)
     check_sizes(name, ssm.model, model.get_vocab_size(), config.model_config)
-    tree = config.speculative_config.tree.static_trees[index]
+    tree = options.static_trees[index]
     check_draft_vocab(name, ssm, model, config, tree.widest if tree else ssm.width)
 
 
@@ -78,13 +80,17 @@ def first_line(error: Exception) -> str:
     return next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
 
 
-def check_parallel(name: str, model: str, ssm: Any, parallel: Any) -> None:
-    """Raise TreeOptionError when the SSM cannot be split as the LLM is: it runs on the same ranks."""
+def check_parallel(name: str, ssm: SsmOptions, model: Any, parallel: Any) -> None:
+    """Raise TreeOptionError when the SSM cannot be sharded over the LLM's ranks. model: its ModelConfig."""
+    ranks, heads = parallel.tensor_parallel_size, model.get_total_num_kv_heads()
     try:
-        ssm.verify_with_parallel_config(parallel)
+        model.verify_with_parallel_config(parallel)
+        if max(ranks, heads) % min(ranks, heads):  # vLLM's layers assert it while they are built
+            raise ValueError(f"{heads} KV heads cannot be divided among {ranks} ranks")
     except (ValueError, NotImplementedError) as error:
         raise TreeOptionError(
-            f"{name}: {model!r} cannot run on the LLM's ranks ({first_line(error)}); use another SSM or fewer ranks"
+            f"{name}: {ssm.model!r} cannot run on the LLM's ranks ({first_line(error)}); use another SSM, fewer ranks, "
+            "or ssm_placement 'replicated'"
         ) from error
 
 
@@ -160,9 +166,11 @@ def check_draft_vocab(name: str, ssm: SsmOptions, model: Any, config: Any, width
         return
     if len(ids) < width:
         raise TreeOptionError(f"{name}: {width} children per node of a draft vocabulary of {len(ids)} tokens; lower it")
-    if config.parallel_config.tensor_parallel_size > 1:
+    is_sharded = config.speculative_config.tree.ssm_placement == SHARDED
+    if is_sharded and config.parallel_config.tensor_parallel_size > 1:
         raise TreeOptionError(
-            f"{name}: a draft vocabulary needs the whole head on one rank; remove it or serve with TP 1"
+            f"{name}: a draft vocabulary needs the whole head on one rank; remove it, serve with TP 1, or use "
+            "ssm_placement 'replicated'"
         )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from specinfer_vllm.propose.children import NODES, Children, bounded, draw, likeliest, named, over_vocabulary
+from specinfer_vllm.propose.children import NODES, Children, bounded, draw, likeliest, named
 
 
 @dataclass(frozen=True)
@@ -83,9 +83,3 @@ class DeviceChildSampler:
                 for mine, other in zip(drawn, others, strict=True)
             )
         )
-
-    def laws(self, vocab_size: int) -> torch.Tensor | None:
-        """All laws drawn from, [requests, laws, vocab_size] float32; None when nothing was sampled."""
-        if not self.kept:
-            return None
-        return over_vocabulary(torch.cat(self.kept, dim=1), self.ids, vocab_size)

@@ -7,7 +7,8 @@ slot to write to and nobody reads their states. So the host never asks the devic
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from specinfer_vllm.attention.tree_batch import TreeBatch
 from specinfer_vllm.patches.speculative_config import tree_config
+from specinfer_vllm.propose.children import over_vocabulary
 from specinfer_vllm.propose.device_children import DeviceChildSampler, DeviceDraftSampling
 from specinfer_vllm.propose.ssm import Level, SsmProposer, pack_bits
 from specinfer_vllm.tree.device import DeviceDraws, child_path
@@ -29,17 +31,20 @@ NO_SLOT = -1  # vLLM's PAD_SLOT_ID: nothing is written
 class DeviceStep:
     """What the LLM read in a step, of every request of its batch.
 
-    slots     [requests] int64                 vLLM's
+    place     [requests] int64                 vLLM's slots, and one behind them for a request that is not there
+    slots     [requests] int64                 the same, some slot in the place of the one behind
     history   [slots, max_model_len] int32     committed tokens
-    length    [requests] int64                 how many of them; the last is the new root
+    length    [requests] int64                 how many of them; the last is the new root. 0 where there is no request
     first     [requests] int64                 sequence index of the first token that the LLM read
     counts    [requests] int64, on the host    rows to read from there on: bound of length - first
     sampled   [requests] bool                  the prompt is read to its end
-    branches  [requests] int32                 most children per node
+    branches  [requests] int64                 most children per node
+    last      [requests] int64                 sequence length at which the request ends
     sampling  how children are sampled, None when the rule samples none
     max_len   bound of any length, known to the host
     """
 
+    place: torch.Tensor
     slots: torch.Tensor
     history: torch.Tensor
     length: torch.Tensor
@@ -47,8 +52,37 @@ class DeviceStep:
     counts: np.ndarray
     sampled: torch.Tensor
     branches: torch.Tensor
+    last: torch.Tensor
     sampling: DeviceDraftSampling | None
     max_len: int
+
+
+@dataclass(frozen=True)
+class ReadRows:
+    """Rows of a pass over what the LLM read, request behind request.
+
+    request  [rows] int64
+    local    [rows] int64              place among the request's
+    start    [requests + 1] int64      rows of each request
+    starts   the same in int32, on the device and on the host
+    counts   [requests] int64
+    """
+
+    request: torch.Tensor
+    local: torch.Tensor
+    start: torch.Tensor
+    starts: tuple[torch.Tensor, torch.Tensor]
+    counts: torch.Tensor
+
+    @classmethod
+    def of(cls, counts: np.ndarray, device: torch.device) -> ReadRows:
+        """counts [requests] int64, on the host; one copy to the device."""
+        starts = np.concatenate([[0], np.cumsum(counts)])
+        request = np.repeat(np.arange(len(counts)), counts)
+        known = request, np.arange(starts[-1]) - starts[request], starts, counts
+        sizes = [len(each) for each in known]
+        request, local, start, counts = async_tensor_h2d(np.concatenate(known), device=device).split(sizes)
+        return cls(request, local, start, (start.int(), torch.from_numpy(starts.astype(np.int32))), counts)
 
 
 @dataclass(frozen=True)
@@ -90,13 +124,41 @@ class LevelRows:
         return cls((rows, torch.from_numpy(arrays[0])), *others)
 
 
+@dataclass(frozen=True)
+class Drafted:
+    """What one SSM drew, and what it drew from.
+
+    law   [requests, draws] int64             row of the request's laws, -1 = not sampled; None without `laws`
+    laws  [requests, laws, tokens] float32    over the tokens that the SSM drafts; None when the rule samples none
+    """
+
+    draws: DeviceDraws
+    law: torch.Tensor | None = None
+    laws: torch.Tensor | None = None
+
+    def each(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Drafted:
+        """The same of every tensor."""
+        draws = DeviceDraws(*map(function, vars(self.draws).values()))
+        return Drafted(draws, *(None if other is None else function(other) for other in (self.law, self.laws)))
+
+    def copy_(self, other: Drafted) -> None:
+        """Take over what the other holds; it may have fewer requests."""
+        for mine, theirs in zip(self.tensors(), other.tensors(), strict=True):
+            mine[: len(theirs)] = theirs
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All of them, in a fixed order."""
+        return [each for each in (*vars(self.draws).values(), self.law, self.laws) if each is not None]
+
+
 class DeviceSsm(SsmProposer):
     """SSM `index` of the options, drafting for all requests of a batch without the host.
 
-    path   [requests, 1 + draws so far] int64    path numbers, the root's in front
-    shape  (depth, owner) of the draws, [1, draws] int32
-    ranks  per level, [draws] int64: place of each draw among its parent's
-    rows   by requests and level
+    path       [requests, 1 + draws so far] int64    path numbers, the root's in front
+    shape      (depth, owner) of the draws, [1, draws] int32
+    ranks      per level, [draws] int64: place of each draw among its parent's
+    path_rows  by requests: rows of a step in which each reads as much as a longest path
+    rows       by requests and level
     """
 
     def __init__(self, *args: Any) -> None:
@@ -107,13 +169,19 @@ class DeviceSsm(SsmProposer):
         self.ranks: dict[int, torch.Tensor] = {}
         tree = tree_config(self.llm_config).tree
         self.num_draws = tree.max_nodes // len(tree.ssms)  # of a sampled request
+        self.max_path = tree.max_depth + 2  # the root before it, and the one behind
+        self.path_rows: dict[int, ReadRows] = {}
+        narrow = self.draft_vocab
+        self.draft_ids = None if narrow is None else torch.from_numpy(narrow).to(self.device)
         self.rows: dict[tuple[int, int], LevelRows] = {}
 
-    def draws(self, step: DeviceStep, table: torch.Tensor) -> DeviceDraws:
-        """Catch up with what was committed, then draw level by level. table [requests, blocks] int32: of its group."""
+    def draft(self, step: DeviceStep, table: torch.Tensor, states: torch.Tensor) -> Drafted:
+        """Draw level by level; what was committed has been read.
+
+        table [requests, blocks] int32: of the SSM's KV cache group; states [requests, hidden]: as `read` gives them
+        """
         self.device_step, self.table = step, table
         requests = len(step.counts)
-        states = self.read_committed(step)
         room = min(self.max_len, self.table.shape[1] * self.block_size)
         self.drafts = step.sampled & (step.length + self.num_slots <= room) & ~self.lost[step.slots]
         # One that does not draft reads the front of its sequence, so that no key stands outside the block table.
@@ -122,34 +190,45 @@ class DeviceSsm(SsmProposer):
         self.path = torch.zeros(requests, 1, dtype=torch.int64, device=self.device)
         ids = None if self.head is None else self.head.ids
         self.sampler = DeviceChildSampler(step.sampling, step.length, self.index, ids)
-        every = torch.arange(requests, device=self.device)
-        self.levels_drawn = self.levels(states, every, root, self.depth)
-        return self.as_draws(self.levels_drawn)
+        levels = self.levels(states, torch.arange(requests, device=self.device), root, self.depth)
+        drafted = Drafted(self.as_draws(levels))
+        if step.sampling is None:
+            return drafted
+        law = torch.cat([level.law for level in levels], dim=1)
+        return replace(drafted, law=law, laws=torch.cat(self.sampler.kept, dim=1))
 
     @property
     def block_size(self) -> int:
         """Slots per block of its KV cache group."""
         return self.groups[0].kv_cache_spec.block_size
 
-    def read_committed(self, step: DeviceStep) -> torch.Tensor:
-        """Read the step's tokens. Returns the hidden state at each request's last one [requests, hidden]."""
-        starts = np.concatenate([[0], np.cumsum(step.counts)])
-        request = np.repeat(np.arange(len(step.counts)), step.counts)
-        known = request, np.arange(starts[-1]) - starts[request], starts, step.counts
-        sizes = [len(each) for each in known]
-        request, local, start, counts = async_tensor_h2d(np.concatenate(known), device=self.device).split(sizes)
-        index = step.first[request] + local
-        tokens = step.history[step.slots[request], index.clamp(max=step.history.shape[1] - 1)]
+    def read(self, step: DeviceStep, table: torch.Tensor) -> torch.Tensor:
+        """Catch up with what was committed. Returns the hidden state at each request's last token [requests, hidden].
+
+        table [requests, blocks] int32: of the SSM's KV cache group
+        """
+        self.device_step, self.table = step, table
+        rows = self.read_rows(step.counts)
+        index = step.first[rows.request] + rows.local
+        tokens = step.history[step.slots[rows.request], index.clamp(max=step.history.shape[1] - 1)]
         hidden = self.run_pass(
             tokens=tokens.long(),
             positions=index,
-            index=index.masked_fill(index >= step.length[request], -1),
-            request=request,
-            starts=(start.int(), torch.from_numpy(starts.astype(np.int32))),
-            seq_len=step.first + counts,
+            index=index.masked_fill(index >= step.length[rows.request], -1),
+            request=rows.request,
+            starts=rows.starts,
+            seq_len=step.first + rows.counts,
         )
-        committed = torch.minimum((step.length - step.first).clamp(min=1), counts)
-        return hidden[start[:-1] + committed - 1]
+        committed = torch.minimum((step.length - step.first).clamp(min=1), rows.counts)
+        return hidden[rows.start[:-1] + committed - 1]
+
+    def read_rows(self, counts: np.ndarray) -> ReadRows:
+        """Of a step; where every request reads a longest path they are kept for good."""
+        if (counts != self.max_path).any():
+            return ReadRows.of(counts, self.device)
+        if len(counts) not in self.path_rows:
+            self.path_rows[len(counts)] = ReadRows.of(counts, self.device)
+        return self.path_rows[len(counts)]
 
     def draw(
         self, states: torch.Tensor, parents: tuple[torch.Tensor, torch.Tensor] | None, first: int, level: int
@@ -281,10 +360,11 @@ class DeviceSsm(SsmProposer):
         is_first = twin == torch.arange(1, twin.shape[1] + 1, device=self.device)
         return torch.where(sampled, held, score), owner * is_first
 
-    def laws(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the last draws were sampled from: row of each draw, -1 = it was not, and the laws of each request.
+    def widened(self, laws: torch.Tensor) -> torch.Tensor:
+        """Laws of this SSM's draws, which need not be loaded here, over the whole vocabulary."""
+        return over_vocabulary(laws, self.draft_ids, self.llm_config.model_config.get_vocab_size())
 
-        [requests, draws] int64, [requests, laws, vocab] float32
-        """
-        laws = self.sampler.laws(self.llm_config.model_config.get_vocab_size())
-        return torch.cat([level.law for level in self.levels_drawn], dim=1), laws
+    @property
+    def num_law_tokens(self) -> int:
+        """Tokens that it may draft."""
+        return self.num_tokens if self.draft_ids is None else len(self.draft_ids)

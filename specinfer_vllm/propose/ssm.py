@@ -8,6 +8,7 @@ every committed token after acceptance, prefix hits, chunked prefill and preempt
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,9 +24,10 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from specinfer_vllm.attention.cpu import TreePass
 from specinfer_vllm.attention.tree_mask import WORD_BITS, TreeMask
-from specinfer_vllm.config import AUTO, ssm_slots
+from specinfer_vllm.config import AUTO, SHARDED, ssm_slots
 from specinfer_vllm.engine.vocabulary import draftable_tokens
 from specinfer_vllm.patches.speculative_config import tree_config
+from specinfer_vllm.patches.tensor_parallel import this_rank_alone, unsharded
 from specinfer_vllm.propose import bf16_weights
 from specinfer_vllm.propose.children import ChildSampler
 from specinfer_vllm.propose.draft_vocab import NarrowHead, read_draft_vocab
@@ -119,6 +121,8 @@ class SsmProposer(Proposer):
         self.num_ssms = len(config.tree.ssms)
         self.num_slots = ssm_slots(config.tree, index)
         self.llm_config = vllm_config
+        is_parallel = vllm_config.parallel_config.tensor_parallel_size > 1
+        self.is_whole = is_parallel and config.tree.ssm_placement != SHARDED
         self.model_config = ssm_model_config(self.options.model, self.options.revision, vllm_config)
         self.max_len = min(self.model_config.max_model_len, vllm_config.model_config.max_model_len)
         self.num_tokens = draftable_tokens(self.model_config.get_vocab_size(), vllm_config.model_config)
@@ -139,13 +143,23 @@ class SsmProposer(Proposer):
         may_round = self.options.dtype == AUTO and not tree_config(self.llm_config).tree.samples_drafts
         bf16 = may_round and bf16_weights.applies(self.llm_config.model_config, self.model_config)
         quant_config = bf16_weights.Bf16Weights() if bf16 else None
-        config = replace(self.llm_config, model_config=self.model_config, quant_config=quant_config)
+        parallel = self.llm_config.parallel_config
+        config = replace(
+            self.llm_config,
+            model_config=self.model_config,
+            quant_config=quant_config,
+            parallel_config=unsharded(parallel) if self.is_whole else parallel,
+        )
         load_config = LoadConfig(download_dir=self.llm_config.load_config.download_dir)
-        with set_model_tag(self.name):
+        with set_model_tag(self.name), self.own_group():
             self.model = get_model(vllm_config=config, prefix=self.name, load_config=load_config)
         self.layer_names = sorted(attention_layers(self.llm_config) - before)
         if self.draft_vocab is not None:
             self.head = NarrowHead.of(self.model, self.draft_vocab, bf16_weights.matrix if bf16 else None)
+
+    def own_group(self) -> AbstractContextManager[None]:
+        """Where its layers are built and run: on the LLM's tensor-parallel ranks, or each on its own."""
+        return this_rank_alone() if self.is_whole else nullcontext()
 
     def bind(self, attn_groups: Sequence[Sequence[Any]]) -> int:
         """Find the metadata builders of the SSM's layers, once the KV cache is there. Returns the KV cache group.
@@ -164,9 +178,10 @@ class SsmProposer(Proposer):
 
     def warm_up(self, rows: int = 8) -> torch.Tensor:
         """One pass without attention, as vLLM warms up its own models: compiles the SSM. Returns its hidden states."""
-        nothing = torch.zeros(rows, dtype=torch.int64, device=self.device)
-        with set_forward_context(None, self.llm_config, num_tokens=rows):
-            return self.model(input_ids=nothing, positions=nothing)
+        # Two tensors: what is compiled for one in both places reads the tokens for positions ever after.
+        tokens, positions = (torch.zeros(rows, dtype=torch.int64, device=self.device) for _ in range(2))
+        with set_forward_context(None, self.llm_config, num_tokens=rows), self.own_group():
+            return self.model(input_ids=tokens, positions=positions)
 
     # -- drafting ------------------------------------------------------------------------------------------------------
 
@@ -316,7 +331,8 @@ class SsmProposer(Proposer):
         """[rows, draftable tokens] float32 of states [rows, hidden]; of the draft vocabulary where there is one."""
         if self.head is not None:
             return self.head.logits(states).float()
-        return self.model.compute_logits(states)[:, : self.num_tokens].float()
+        with self.own_group():
+            return self.model.compute_logits(states)[:, : self.num_tokens].float()
 
     def read_level(
         self, token: torch.Tensor, ancestors: torch.Tensor, depth: int, root: torch.Tensor, requests: torch.Tensor
@@ -418,7 +434,8 @@ class SsmProposer(Proposer):
         for group, mine in zip(self.groups, built, strict=True):
             metadata.update(dict.fromkeys(set(group.layer_names) & set(self.layer_names), mine))
         slots = dict.fromkeys(self.layer_names, slot_mapping)
-        with set_forward_context(metadata, self.llm_config, num_tokens=len(tokens), slot_mapping=slots):
+        context = set_forward_context(metadata, self.llm_config, num_tokens=len(tokens), slot_mapping=slots)
+        with context, self.own_group():
             # vLLM's CPU kernels read raw pointers: an expanded view would send them out of bounds.
             return self.model(input_ids=tokens.contiguous(), positions=positions.contiguous())
 

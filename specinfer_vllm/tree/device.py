@@ -76,11 +76,6 @@ def united(parts: Sequence[DeviceDraws]) -> tuple[DeviceDraws, torch.Tensor]:
         torch.cat([getattr(part, name) for part in parts], dim=1)
         for name in ("token", "score", "depth", "path", "owner")
     )
-    # Draws move back by those in front of their part; the root stays 0.
-    behind = [
-        part.parent.add(part.parent.clamp(max=1), alpha=at) for part, at in zip(parts[1:], first[1:], strict=True)
-    ]
-    parent = torch.cat([parts[0].parent, *behind], dim=1)
     index = torch.arange(token.shape[1], device=token.device).expand_as(path)
     # Equal paths stand beside each other once they are sorted, the first in front; what is missing stands alone.
     beside = torch.where(score == -torch.inf, ~index, path).sort(dim=1, stable=True)
@@ -90,8 +85,12 @@ def united(parts: Sequence[DeviceDraws]) -> tuple[DeviceDraws, torch.Tensor]:
     best = torch.full_like(score, -torch.inf).scatter_reduce_(1, canonical, score, "amax")
     # A proposer draws a path once, so that its bit is there once.
     owner = torch.zeros_like(owner).scatter_add_(1, canonical, owner)
-    number = torch.nn.functional.pad(canonical + 1, (1, 0))  # of the root and every draw
-    parent = number.gather(1, parent.long()).int()
+    # Numbers of the root and a part's draws, part after part: where a part's parents are looked up.
+    root = torch.zeros_like(token[:, :1])
+    numbers = (canonical + 1).int().split([part.num_draws for part in parts], dim=1)
+    number = torch.cat([each for part in numbers for each in (root, part)], dim=1)
+    behind = [part.parent + (at + i) for i, (part, at) in enumerate(zip(parts[1:], first[1:], strict=True), 1)]
+    parent = number.gather(1, torch.cat([parts[0].parent, *behind], dim=1).long())
     return DeviceDraws(token, parent, best.masked_fill(canonical != index, -torch.inf), depth, path, owner), canonical
 
 

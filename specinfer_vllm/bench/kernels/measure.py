@@ -180,6 +180,18 @@ def graph_time(calls: Sequence[Call], seconds: float = 0.1) -> Timing:
     return Timing(statistics.median(found), min(found), max(found))
 
 
+def call_time(call: Call, repeats: int = 9) -> Timing:
+    """Time of one call, for calls that read the device and so fit into no CUDA graph; in the interpreter as graph_time.
+
+    The first call, which may compile or plan, does not count.
+    """
+    if triton.knobs.runtime.interpret:
+        return graph_time([call])
+    call()
+    found = [_elapsed(call) for _ in range(repeats)]
+    return Timing(statistics.median(found), min(found), max(found))
+
+
 def _elapsed(call: Call) -> float:
     """Seconds that the GPU takes for what a call enqueues."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

@@ -148,7 +148,7 @@ CHECKED: dict[str, dict[str, object]] = {
 }
 
 
-def _shrunk(case: dict[str, object]) -> dict[str, object]:
+def shrunk(case: dict[str, object]) -> dict[str, object]:
     """The case with few keys, rows and heads, for the interpreter; large trees still need two words of bits."""
     nodes = [min(count, 9 if count <= 64 else 70) for count in case["nodes"]]
     small = {"contexts": [context % 41 for context in case["contexts"]], "nodes": nodes}
@@ -161,7 +161,7 @@ def check(device: torch.device, tiny: bool) -> Iterator[measure.Check]:
     """Errors of outputs and of lse, whichever is larger."""
     for name, case in CHECKED.items():
         tolerance = TOLERANCE[case.get("dtype", torch.bfloat16)]
-        yield measure.checked(name, tolerance, _error, device, _shrunk(case) if tiny else case)
+        yield measure.checked(name, tolerance, _error, device, shrunk(case) if tiny else case)
 
 
 @dataclass(frozen=True)
