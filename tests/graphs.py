@@ -28,6 +28,7 @@ class RecordedGraph:
     def __init__(self) -> None:
         self.calls: list[Callable[[], None]] = []
         self.owned: list[torch.Tensor] = []
+        self.latest: dict[int, Any] = {}
         self.replays = 0
 
     def replay(self) -> None:
@@ -60,10 +61,20 @@ class _Recorder(TorchDispatchMode):
         if name.startswith(("aten::empty", "aten::new_empty")):
             return result
         if made:
-            self.graph.calls.append(lambda: overwrite(result, func(*args, **kwargs)))
+            self.graph.calls.append(self._again(result, lambda: func(*args, **kwargs)))
         elif func._schema.is_mutable:
             self.graph.calls.append(lambda: func(*args, **kwargs))
         return result
+
+    def _again(self, result: Any, call: Callable[[], Any]) -> Callable[[], None]:
+        """Repeats the call into its result. What the call gives stays: vLLM's attention metadata points into itself."""
+        place = len(self.graph.calls)
+
+        def again() -> None:
+            self.graph.latest[place] = call()
+            overwrite(result, self.graph.latest[place])
+
+        return again
 
     def kernel(self, run: Callable) -> Callable:
         """Triton's interpreter, which calls torch itself."""

@@ -243,8 +243,7 @@ def runner_v2(monkeypatch):
     [
         ({"batch_nodes": 64}, "batch_nodes: 64 is not served by vLLM's V2 runner; its trees have num_nodes nodes"),
         ({"row_cost": 0.1}, "row_cost: 0.1 is not served by vLLM's V2 runner; .*; leave it out, and set num_nodes"),
-        ({"share_recycling": True}, "share_recycling: True is not served by vLLM's V2 runner; leave it out"),
-        ({"merge": "first"}, "merge: 'first' is not served by vLLM's V2 runner; leave it out, or give the one"),
+        ({"share_recycling": True}, "share_recycling: True is not served by vLLM's V2 runner; leave it out: each"),
         ({"seed": 3}, "seed: 3 is not served by vLLM's V2 runner; .* vLLM's own --seed"),
     ],
 )
@@ -254,7 +253,7 @@ def test_what_the_v2_runner_does_not_serve_is_refused(configure, runner_v2, opti
 
 
 def test_the_v2_runner_is_prepared_for(configure, runner_v2):
-    config = configure({"num_nodes": 5, "proposers": ["ngram", "recycling"]})
+    config = configure({"num_nodes": 5, "proposers": ["ngram", "recycling"], "merge": "first"})
     assert config.speculative_config.method == "draft_model"
     assert config.use_v2_model_runner
     assert config.num_lookahead_tokens >= 5
@@ -473,7 +472,7 @@ def primer(tmp_path):
     return make
 
 
-def test_a_primer_that_cannot_be_read_is_refused(configure, primer, tmp_path):
+def test_a_primer_that_cannot_be_read_is_refused(configure, either_runner, primer, tmp_path):
     (tmp_path / "text.npz").write_text("no primer")
     for name, said in {"missing.npz": "No such file", "text.npz": "is no primer"}.items():
         with pytest.raises(TreeOptionError, match=rf"primer: .*{said}.*primer='none'"):

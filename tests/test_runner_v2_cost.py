@@ -74,6 +74,7 @@ def measured(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     llm_path = tiny_model.make(folder / "llm", layers=2)
     ssm_path = tiny_model.cut(llm_path, folder / "ssm", layers=1)
+    primer = tiny_model.primer(folder / "primer.npz", [[3, 4, 5, 6, 7]])
     found, controls = {}, {}
     for (nodes, depth), batches in MEASURED.items():
         tree = {
@@ -81,7 +82,8 @@ def measured(tmp_path_factory):
             "num_nodes": nodes,
             "depth": depth,
             "ssms": [str(ssm_path)],
-            "proposers": ["recycling"],
+            "proposers": ["recycling", "ngram"],
+            "primer": str(primer),
         }
         with engine(
             llm_path,

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tree_cases import batches, from_plain, grown, to_plain
 
-from specinfer_vllm.tree.device import DeviceDraws, best_nodes, child_path, merged
+from specinfer_vllm.tree.device import DeviceDraws, best_nodes, child_path, first_of, merged
 from specinfer_vllm.tree.merge import merge
 
 several = st.integers(1, 4).flatmap(lambda inputs: batches(inputs=inputs, max_nodes=8))
@@ -123,6 +123,16 @@ def test_lost_owners_and_scores_are_caught():
 def test_one_proposer_alone_is_not_touched():
     (part,) = parts_of(SHARED[:1])
     assert merged([part]) is part
+
+
+@given(several)
+def test_the_first_part_that_has_draws_gives_all_of_them(inputs):
+    chosen = first_of(parts_of(inputs))
+    for request in range(inputs[0].num_requests):
+        trees = [possible(trees, request) for trees in inputs]
+        first = next((at for at, nodes in enumerate(trees) if nodes), None)
+        for at, part in enumerate(chosen):
+            assert len(plain(part, request)) == (len(trees[at]) if at == first else 0)
 
 
 def kept(nodes, request):

@@ -2,6 +2,7 @@
 """Token recycling in Triton's interpreter against its reference, and against trees worked out by hand."""
 
 import os
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,10 +12,13 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("runs in a process with TRITON_INTERPRET=1, see test_triton_interpreter.py", allow_module_level=True)
 
 from specinfer_vllm.propose.device_ngram import DeviceNgram  # noqa: E402
+from specinfer_vllm.propose.device_primer import device_primer  # noqa: E402
 from specinfer_vllm.propose.device_recycling import DeviceRecycling  # noqa: E402
 from specinfer_vllm.propose.ngram import NgramProposer  # noqa: E402
-from specinfer_vllm.propose.proposer import DraftBatch  # noqa: E402
-from specinfer_vllm.propose.votes import Weights  # noqa: E402
+from specinfer_vllm.propose.proposer import DraftBatch, Observation  # noqa: E402
+from specinfer_vllm.propose.recycling import RecyclingProposer  # noqa: E402
+from specinfer_vllm.propose.successors import NOBODY, SuccessorRows  # noqa: E402
+from specinfer_vllm.propose.votes import ROW_VOTERS, Weights  # noqa: E402
 from specinfer_vllm.tree.device import child_path  # noqa: E402
 from specinfer_vllm.triton_kernels import recycle as kernel_module  # noqa: E402
 from specinfer_vllm.triton_kernels.recycle import (  # noqa: E402
@@ -478,6 +482,105 @@ def test_the_proposer_hands_its_own_draws_over():
     draws = proposer.propose(history, length, torch.tensor([1, 0]), torch.full((2,), 64, dtype=torch.int32), last)
     assert draws.token.tolist() == [[-1, -1, -1], [6, 5, -1]]  # 9 is no token of the vocabulary
     assert (draws.owner == 2).all() and draws.depth[1].tolist() == [1, 2, 1]
+
+
+# -- a primer ----------------------------------------------------------------------------------------------------------
+
+
+def save_primer(path, contexts, successors, chances, vocab):
+    """A primer's file: contexts [rows, CONTEXT] nearest first, successors and chances [rows, k]."""
+    rows = SuccessorRows(max(len(contexts), 1), successors.shape[1], vocab)
+    slots = np.arange(len(contexts))
+    tails = np.ascontiguousarray(contexts[:, 1:], np.int32)
+    rows.append(np.full(len(contexts), NOBODY), tails, Observation(slots, contexts[:, 0], successors, chances))
+    rows.save(path)
+    return path
+
+
+def random_primer(path, rows=60, vocab=6, width=3, seed=0):
+    """Random rows, so few tokens that contexts recur; some are as short as at the start of a text."""
+    rng = np.random.default_rng(seed)
+    contexts = rng.integers(0, vocab, (rows, CONTEXT))
+    contexts[rng.random(rows) < 0.2, 2:] = -1
+    successors = rng.permuted(np.tile(np.arange(vocab), (rows, 1)), axis=1)[:, :width]
+    chances = np.sort(rng.dirichlet(np.ones(width), rows))[:, ::-1]
+    return save_primer(path, contexts, successors, chances, vocab)
+
+
+@pytest.mark.parametrize(
+    ("shape", "nodes"), [({}, 8), ({"width": 3}, 5), ({"vocab": 12, "slots": 2}, 70), ({"max_len": 1, "ring": 1}, 4)]
+)
+def test_primed_trees_grow_like_the_reference(tmp_path, shape, nodes):
+    vocab = shape.get("vocab", 6)
+    given = case(1, **shape) | {"primer": device_primer(random_primer(tmp_path / "p.npz", vocab=vocab), vocab, "cpu")}
+    made, expected, clear = both(given, nodes)
+    check_equal(made, expected, clear)
+    assert clear.float().mean() >= 0.5
+    with pytest.raises(AssertionError):  # the primer matters
+        check_equal(both(given | {"primer": None}, nodes)[0], expected, clear)
+
+
+@pytest.mark.parametrize("rows", [ROW_VOTERS, 0])
+def test_a_primer_alone_says_what_it_says_on_the_v1_runner(tmp_path, rows):
+    """Texts in which nothing stands twice: as on the V1 runner each row of the primer counts by its equal tokens."""
+    vocab, nodes, depth, texts = 40, 8, 3, 4
+    rng = np.random.default_rng(2)
+    history = np.stack([rng.permutation(vocab)[:6] for _ in range(texts)]).astype(np.int32)
+    # Each row's context is the end of a text, as long as it may be, in front of it something else.
+    contexts = history[rng.integers(0, texts, rows), ::-1][:, :CONTEXT].copy()
+    for row, equal in zip(contexts, rng.integers(1, CONTEXT + 1, rows), strict=True):
+        row[equal:] = vocab - 1
+    successors = rng.permuted(np.tile(np.arange(8), (rows, 1)), axis=1)[:, :3]
+    chances = rng.dirichlet(np.ones(3), rows)
+    path = save_primer(tmp_path / "p.npz", contexts, successors, chances, vocab)
+    length, at = np.array([6, 6, 6, 0]), np.arange(texts)
+    batch = DraftBatch(at, history, at, length, np.full(texts, depth), np.full(texts, nodes))
+    theirs = RecyclingProposer(vocab, texts, primer=path).propose(batch)
+    recycling = DeviceRecycling(texts, 10, nodes, depth, 0, vocab, "cpu", device_primer(path, vocab, "cpu"))
+    most = torch.full((texts,), 64, dtype=torch.int32)
+    recycling.propose(torch.from_numpy(history), torch.from_numpy(length).int(), torch.arange(texts), most, most)
+    for text in range(texts):
+        expected = trees_paths(theirs, text)
+        assert (len(expected) == nodes) == (rows > 0 and text < 3)
+        assert paths(recycling.grown, text) == pytest.approx(expected, abs=1e-4)
+
+
+def primed(tmp_path, **changes):
+    """Arguments for a text in which 1 was followed by 2, with a primer that knows 9 1 -> 3, 1 -> 2 and 7 -> 8."""
+    contexts = np.array([[1, 9, -1, -1], [1, 5, 5, 5], [7, -1, -1, -1]])
+    successors, chances = np.array([[3, -1], [2, -1], [8, -1]]), np.array([[1.0, 0], [1.0, 0], [1.0, 0]])
+    path = save_primer(tmp_path / "p.npz", contexts, successors, chances, 20)
+    return hand([6, 1, 2, 9, 1], primer=device_primer(path, 20, "cpu"), **changes)
+
+
+def test_text_and_primer_are_weighed_against_each_other(tmp_path):
+    given = primed(tmp_path)
+    key = child_path(child_path(torch.tensor(0), torch.tensor(1)), torch.tensor(9))
+    row = given["primer"].keys.tolist().index(int(key))
+    votes = dict(zip(given["primer"].tokens[row].tolist(), given["primer"].votes[row].tolist(), strict=True))
+    total = 1 + WEIGHTS[0] + float(given["primer"].total[row])
+    tree = grown(given | {"max_depth": 1})
+    assert tree[(2,)] == pytest.approx(np.log((WEIGHTS[0] + votes[2]) / total), abs=1e-5)
+    assert tree[(3,)] == pytest.approx(np.log(votes[3] / total), abs=1e-5)
+    assert votes[3] > 3 * votes[2]  # the longer context counts more
+
+
+def test_a_primer_is_bounded_like_the_text(tmp_path):
+    given = primed(tmp_path)
+    assert max(map(len, grown(given | {"max_depth": 1}))) == 1
+    assert (2,) not in grown(given | {"vocab": 2}) and grown(given | {"vocab": 2}) == {}
+    assert sum(len(path) == 1 for path in grown(given | {"branches": torch.tensor([1], dtype=torch.int32)})) == 1
+    assert grown(given | {"branches": torch.tensor([0], dtype=torch.int32)}) == {}
+    given["history"][0, 4] = 7
+    assert list(grown(given, 3)) == [(8,)]  # nothing in the text is a 7
+
+
+def test_a_primer_that_the_kernel_does_not_take_is_refused(tmp_path):
+    given = primed(tmp_path)
+    wrong = {"start": given["primer"].start[:-2], "keys": given["primer"].keys.int(), "total": torch.zeros(1)}
+    for name, tensor in wrong.items():
+        with pytest.raises(ValueError, match=f"^{name}"):
+            recycle(**(given | {"primer": replace(given["primer"], **{name: tensor})}), out=sevens(1, 2))
 
 
 @pytest.mark.parametrize(

@@ -186,19 +186,38 @@ def test_a_prompt_that_the_cache_knows_gives_the_same(recycling, plain):
 
 
 SSMS = {
-    "chain": {"ssms": [{"name": "ssm", "expansion": [1, 1, 1]}], "num_nodes": 3, "depth": 3},
-    "two and recycling": {"ssms": [{"name": "ssm"}, {"name": "other", "width": 2}], "proposers": ["recycling"]},
+    "chain": {
+        "ssms": [{"name": "ssm", "expansion": [1, 1, 1]}],
+        "proposers": ["ngram"],
+        "merge": "first",
+        "num_nodes": 3,
+        "depth": 3,
+    },
+    "two and all draft-free": {
+        "ssms": [{"name": "ssm"}, {"name": "other", "width": 2}],
+        "proposers": ["ngram", "recycling"],
+        "primer": "{answers}",
+    },
     "static": {"ssms": [{"name": "ssm", "tree": [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]}], "depth": 3},
     "seventy nodes": {"ssms": [{"name": "ssm", "width": 12}], "num_nodes": 70, "depth": 7},
 }
 
 
 @pytest.mark.parametrize("name", SSMS)
-def test_ssms_leave_the_tokens_plain(models, plain, name):
-    with serving(models, plain, {"max_num_batched_tokens": 300 if "seventy" in name else 48}, **SSMS[name]) as llm:
+def test_ssms_leave_the_tokens_plain(models, plain, name, tmp_path):
+    options, settings = SSMS[name], {"max_num_batched_tokens": 300 if "seventy" in name else 48}
+    if "primer" in options:  # it knows what the LLM says; these texts say nothing twice
+        texts = [[*prompt, *one[0][0]] for (prompt, _), one in zip(KINDS["greedy"], plain["greedy"], strict=True)]
+        options = options | {"primer": str(tiny_model.primer(tmp_path / "primer.npz", texts))}
+    with serving(models, plain, settings, **options) as llm:
         assert answers(llm, KINDS["greedy"]) == plain["greedy"]
-        assert tree_stats(llm)["accepted_by"]["ssm0"] > 0
-        if name == "two and recycling":
+        stats = tree_stats(llm)
+        assert stats["accepted_by"]["ssm0"] > 0
+        if options.get("merge") == "first":  # the SSM has a tree for everybody
+            assert stats["proposed_by"]["ngram"] == 0
+        if "primer" in options:
+            assert set(stats["proposed_by"]) == {"ssm0", "ssm1", "ngram", "recycling"}
+            assert stats["accepted_by"]["recycling"] > stats["accepted_by"]["ssm0"]
             assert answers(llm, KINDS["every parameter"]) == plain["every parameter"]
 
 

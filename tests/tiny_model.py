@@ -76,3 +76,21 @@ def cut(source: Path, folder: Path, layers: int) -> Path:
     model.config.num_hidden_layers = layers
     model.save_pretrained(folder)
     return folder
+
+
+def primer(path: Path, texts: list[list[int]]) -> Path:
+    """Save a primer of such a model that says what followed in these texts, each as long as a primer's context."""
+    import numpy as np
+
+    from specinfer_vllm.propose.proposer import Observation
+    from specinfer_vllm.propose.successors import CONTEXT, NOBODY, SuccessorRows
+
+    places = [
+        ([*text[at::-1], *[-1] * CONTEXT][:CONTEXT], text[at + 1]) for text in texts for at in range(len(text) - 1)
+    ]
+    context, following = (np.array(each) for each in zip(*places, strict=True))
+    rows = SuccessorRows(len(places), 1, VOCAB)
+    seen = Observation(np.arange(len(places)), context[:, 0], following[:, None], np.ones((len(places), 1)))
+    rows.append(np.full(len(places), NOBODY), np.ascontiguousarray(context[:, 1:], np.int32), seen)
+    rows.save(path)
+    return path

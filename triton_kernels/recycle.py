@@ -58,7 +58,8 @@ PROBES = 8  # contexts of a primer in one bucket at most
 # reference: 1.480, 1.580, 1.624 tokens per LLM step at 4, 8, 16 nodes, where the guess 1, 1.9, 4, 9 gave 1.471,
 # 1.571, 1.618 and propose/recycling.py gives 1.604 at 8. Fitted on one half of the chats it gains 0.2 to 0.3% on the
 # other. Counted apart, rows and text are right with 0.54 and 0.16 of their probability at one token, 1.08 and 0.85 at
-# four: two tables gained nothing more.
+# four: two tables gained nothing more. With a primer (propose/device_primer.py) 1.782, 1.956, 2.104, where
+# propose/recycling.py gives 1.778, 1.948, 2.075.
 WEIGHTS = (3 / 7, 1.0, 1.5, 17 / 3)
 # Votes of a place for its next token: propose/ngram.py's, without its fading and with a shorter context. On the same
 # chats 1.483, 1.556, 1.588 tokens, where propose/ngram.py gives 1.490, 1.566, 1.593. Fitted on one half of the chats
@@ -220,7 +221,7 @@ def _grow(
             token = tl.load(successors + entry * WIDTH + voted, mask=voted < recorded, other=-1)
             chance = tl.load(chances + entry * WIDTH + voted, mask=voted < recorded, other=1.0)
             token = tl.where(voted < plain, following, token)
-            votes = tl.where(chance > 0, votes_here * chance, 0.0)
+            votes = tl.where((chance > 0) & (voted < recorded + plain), votes_here * chance, 0.0)
             total = 1.0 + votes_here
         else:
             casts = tl.where(equal2, tl.where(equal3, tl.where(equal4, weight4, weight3), weight2), weight1)

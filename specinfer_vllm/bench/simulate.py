@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from specinfer_vllm.bench import cache
+from specinfer_vllm.bench.device_replay import DeviceReplay
 from specinfer_vllm.bench.recording import Recording, record
 from specinfer_vllm.propose.ensemble import Ensemble
 from specinfer_vllm.propose.ngram import NgramProposer
@@ -185,12 +186,26 @@ def makers(vocab_size: int, slots: int, primer: Path | None) -> dict[str, Callab
     return rows
 
 
+def device_makers(recorded: Recording, slots: int, primer: Path | None) -> dict[str, Callable[[], list]]:
+    """The same of the V2 runner."""
+    longest = max(len(recorded.text(chat)[0]) for chat in range(recorded.num_chats))
+    device = lambda name, primer=None: [DeviceReplay(name, recorded.vocab_size, slots, longest, primer)]  # noqa: E731
+    rows = {
+        "ngram, V2 runner": lambda: device("ngram"),
+        "recycling, V2 runner": lambda: device("recycling"),
+        "ngram + recycling, V2 runner": lambda: device("ngram") + device("recycling"),
+    }
+    if primer is not None:
+        rows["recycling, primer, V2 runner"] = lambda: device("recycling", primer)
+    return rows
+
+
 def print_table(recorded: Recording, primer: Path | None, sizes: list[int]) -> None:
     """Tokens per LLM step by proposers and nodes, each with the tenth and the ninetieth percentile over the chats."""
     print(f"{recorded.num_chats} chats, {len(recorded.outputs)} tokens; tokens per LLM step (p10-p90 of the chats)\n")
     print("| proposers | " + " | ".join(f"{nodes} nodes" for nodes in sizes) + " |")
     print("|---|" + "---|" * len(sizes))
-    for name, make in makers(recorded.vocab_size, 1, primer).items():
+    for name, make in (makers(recorded.vocab_size, 1, primer) | device_makers(recorded, 1, primer)).items():
         cells = []
         for nodes in sizes:
             tally = replay(recorded, Ensemble(make()), nodes)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CUDA graphs of the SSMs' passes: one launch where there were hundreds, for as many requests as vLLM captures."""
+"""CUDA graphs of drafting: one launch where there were hundreds, for as many requests as vLLM captures."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What SSMs read of a step, in buffers that stay where they are: a CUDA graph reads the addresses it was captured with.
+"""What proposers read of a step, in buffers that stay: a CUDA graph reads the addresses it was captured with.
 
 vLLM's own per-request values change their buffer with every step (vllm/v1/worker/gpu/buffer_utils.py, UvaBackedTensor).
 """
@@ -23,7 +23,6 @@ SAMPLING = {"temperature": torch.float32, "top_k": torch.int32, "top_p": torch.f
 class DraftInputs:
     """The requests of a step's batch, in its order, behind them nobody's.
 
-    count     requests written last
     numbers   [3, requests] int64      slot, sequence index of the first token that was read, tokens that were emitted
     nobody    [3, requests] int64      of a place in the batch without a request
     sampling  temperature, top_k, top_p and seed [requests], None when the rule samples no children
@@ -33,7 +32,7 @@ class DraftInputs:
         """states: vLLM's RequestState."""
         self.history, self.length, self.limits = states.all_token_ids.gpu, states.total_len.gpu, limits
         self.slots, device = states.max_num_reqs, self.history.device
-        self.rule, self.count = rule, 0
+        self.rule = rule
         self.nobody = torch.zeros(3, self.slots, dtype=torch.int64, device=device)
         self.nobody[0] = self.slots
         self.numbers = self.nobody.clone()
@@ -45,9 +44,8 @@ class DraftInputs:
 
     def write(self, *numbers: torch.Tensor) -> None:
         """Rows of `numbers`, each [requests] int32."""
-        self.count = len(numbers[0])
         self.numbers.copy_(self.nobody)
-        self.numbers[:, : self.count] = torch.stack(numbers)
+        self.numbers[:, : len(numbers[0])] = torch.stack(numbers)
 
     def write_sampling(self, states: Any, slots: torch.Tensor) -> None:
         """How children are sampled, by the slots [requests] int64 of vLLM's SamplingStates."""

@@ -213,9 +213,7 @@ V2_OPTIONS: dict[str, tuple[tuple[Any, ...], str]] = {
     "row_cost": ((None, 0), FIXED),
     "draft_cost": ((None, 0), FIXED),
     "batch_nodes": ((None,), FIXED),
-    "merge": (("union",), "leave it out, or give the one proposer whose trees you want"),
-    "share_recycling": ((False,), "leave it out"),
-    "primer": (("auto", "none"), "leave it out: recycling starts without one"),
+    "share_recycling": ((False,), "leave it out: each request has its own rows there"),
     "seed": ((0,), "leave it out: requests without a seed take theirs from vLLM's own --seed"),
 }
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -20,9 +21,11 @@ from specinfer_vllm.engine.draft_inputs import DraftInputs
 from specinfer_vllm.engine.ssm_drafting import SsmDrafting
 from specinfer_vllm.patches.speculative_config import tree_config
 from specinfer_vllm.propose.device_ngram import DeviceNgram
+from specinfer_vllm.propose.device_primer import device_primer
 from specinfer_vllm.propose.device_recycling import DeviceRecycling
 from specinfer_vllm.propose.device_ssm import DeviceStep, Drafted
-from specinfer_vllm.tree.device import DeviceDraws, DeviceNodes, best_nodes, merged, united
+from specinfer_vllm.propose.primer import find_primer
+from specinfer_vllm.tree.device import DeviceDraws, DeviceNodes, best_nodes, first_of, merged, united
 from specinfer_vllm.verify.rules import RULES
 
 
@@ -64,10 +67,13 @@ class TreeSpeculator(DraftModelSpeculator):
         """The draft-free proposer of that name; proposers are numbered as they are configured, SSMs first."""
         slots, nodes, depth = self.max_num_reqs, self.num_speculative_steps, self.options.max_depth
         owner = len(self.ssms.every) + self.options.free_proposers.index(name)
-        vocab = self.vllm_config.model_config.get_vocab_size()
+        model = self.vllm_config.model_config
+        vocab = model.get_vocab_size()
         if name == "ngram":
             return DeviceNgram(slots, nodes, depth, owner, vocab, self.device)
-        self.recycling = DeviceRecycling(slots, self.max_model_len, nodes, depth, owner, vocab, self.device)
+        path = find_primer(self.options.primer, model.model, model.revision)
+        primer = None if path is None else device_primer(path, vocab, self.device)
+        self.recycling = DeviceRecycling(slots, self.max_model_len, nodes, depth, owner, vocab, self.device, primer)
         return self.recycling
 
     # -- loading -------------------------------------------------------------------------------------------------------
@@ -114,7 +120,7 @@ class TreeSpeculator(DraftModelSpeculator):
         """Draft to where the graph ends. The first batch, which is the largest, makes buffers for what it keeps."""
         drafted = self.ssms.draft(step)
         if self.grows_in_graphs:
-            self.draft_tokens[: len(step.counts)] = self._grow(step, drafted)
+            self._grow(step, drafted)
             return
         self.kept = self.kept or [each.each(torch.empty_like) for each in drafted]
         for kept, each in zip(self.kept, drafted, strict=True):
@@ -158,16 +164,16 @@ class TreeSpeculator(DraftModelSpeculator):
             if is_profile:
                 self._profile(input_batch.num_tokens)
             return self.draft_tokens[: input_batch.num_reqs]
-        step = self._step(input_batch, num_sampled)
-        requests = len(step.counts)
-        if self.ssms.every and not ((step.counts == self.longest_path).all() and self.read_graphs.replay(requests)):
-            self.ssms.read(step)
-        bounded = step.sampling is not None and step.sampling.bounded
+        counts, max_len, bounded = self._stage(input_batch, num_sampled)
+        requests = len(counts)
+        step = cache(lambda: self.inputs.step(counts, max_len, bounded))  # graphs make their own
+        if self.ssms.every and not ((counts == self.longest_path).all() and self.read_graphs.replay(requests)):
+            self.ssms.read(step())
         if bounded or not self.draft_graphs.replay(requests):
-            return self._grow(step, self.ssms.draft(step))
+            return self._grow(step(), self.ssms.draft(step()))
         if self.grows_in_graphs:
             return self.draft_tokens[:requests]
-        return self._grow(step, [each.each(lambda kept: kept[:requests]) for each in self.kept])
+        return self._grow(step(), [each.each(lambda kept: kept[:requests]) for each in self.kept])
 
     def _grow(self, step: DeviceStep, drafted: list[Drafted | None]) -> torch.Tensor:
         """Unite what all proposers draw in one tree per request. Returns the tokens as `propose` does."""
@@ -178,9 +184,14 @@ class TreeSpeculator(DraftModelSpeculator):
         if not draws:
             self.trees.reset(step.place)
             return torch.zeros_like(self.draft_tokens[: len(step.counts)])
+        if self.options.merge == "first":  # SSMs come before draft-free proposers, as on the V1 runner
+            free = len(self.free)
+            chosen = first_of(draws[free:] + draws[:free])
+            draws = chosen[len(draws) - free :] + chosen[: len(draws) - free]
         union, place = (merged(draws), None) if self.rule is None else united(draws)
         nodes = best_nodes(union, self.num_speculative_steps, step.last - step.length - 1)
-        tokens = self.trees.write(step.place, nodes).clamp(min=0).to(torch.int64)
+        tokens = self.draft_tokens[: len(step.counts)]
+        torch.maximum(self.trees.write(step.place, nodes), self.trees.no_prefix[:1], out=tokens)  # -1 becomes 0
         if place is not None:  # without one SSM's laws all nodes count as not sampled, which the walk takes too
             self.drawn = None if None in drafted else self._drawn(step.slots, draws, drafted, union, place, nodes)
         return tokens
@@ -236,8 +247,8 @@ class TreeSpeculator(DraftModelSpeculator):
             laws=torch.cat(laws, dim=1).flatten(0, 1),
         )
 
-    def _step(self, batch: Any, num_sampled: torch.Tensor) -> DeviceStep:
-        """What the LLM read and emitted."""
+    def _stage(self, batch: Any, num_sampled: torch.Tensor) -> tuple[np.ndarray, int, bool]:
+        """Write what the LLM read and emitted into `inputs`. Returns what the host knows of it, as DraftInputs.step."""
         slots, count = batch.idx_mapping, batch.num_reqs
         read = batch.num_scheduled_tokens[:count].astype(np.int64)
         # Of a tree nothing is committed but its longest path, with the root in front and the next one behind.
@@ -250,7 +261,7 @@ class TreeSpeculator(DraftModelSpeculator):
         self.inputs.write(slots.int(), first, num_sampled)
         self.inputs.write_sampling(self.sampling_states, slots)
         max_len = int(batch.seq_lens_cpu_upper_bound[:count].max()) + 1
-        return self.inputs.step(rows, max_len, self._is_bounded(batch.idx_mapping_np))
+        return rows, max_len, self._is_bounded(batch.idx_mapping_np)
 
     def _is_bounded(self, slots: np.ndarray) -> bool:
         """Whether the children of some request are sampled from a law with a top-k or a top-p."""

@@ -8,13 +8,13 @@ import torch
 from specinfer_vllm.propose.device_ngram import draws_of
 from specinfer_vllm.propose.recycling import WIDTH
 from specinfer_vllm.tree.device import DeviceDraws
-from specinfer_vllm.triton_kernels.recycle import WEIGHTS, Grown, recycle
+from specinfer_vllm.triton_kernels.recycle import WEIGHTS, Grown, Primer, recycle
 
 RING = 1024  # places of a request whose successors are kept: as far as the text is looked back
 
 
 class DeviceRecycling:
-    """The rows of every slot's last RING places, found by nobody but their own slot.
+    """The rows of every slot's last RING places, found by nobody but their own slot, and a primer for all.
 
     place       [slots + 1, ring] int32           as in the kernel's contract; the last slot takes what nobody wants
     successors  [slots + 1, ring, WIDTH] int32
@@ -32,10 +32,11 @@ class DeviceRecycling:
         owner: int,
         vocab_size: int,
         device: torch.device | str,
+        primer: Primer | None = None,
     ) -> None:
         """owner: this proposer's number; its draws carry that bit. vocab_size: no token from here on is proposed."""
         ring = min(RING, max_len)
-        self.max_depth, self.vocab_size, self.nobody = max_depth, vocab_size, slots
+        self.max_depth, self.vocab_size, self.nobody, self.primer = max_depth, vocab_size, slots, primer
         self.place = torch.full((slots + 1, ring), -1, dtype=torch.int32, device=device)
         self.successors = torch.full((slots + 1, ring, WIDTH), -1, dtype=torch.int32, device=device)
         self.chances = torch.zeros(slots + 1, ring, WIDTH, dtype=torch.float32, device=device)
@@ -45,8 +46,9 @@ class DeviceRecycling:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of all rows."""
-        return sum(each.nbytes for each in (self.place, self.successors, self.chances))
+        """Memory of all rows, the primer's included."""
+        primed = () if self.primer is None else vars(self.primer).values()
+        return sum(each.nbytes for each in (self.place, self.successors, self.chances, *primed))
 
     def reset(self, slots: torch.Tensor) -> None:
         """Forget the requests on slots [k] int64."""
@@ -89,6 +91,7 @@ class DeviceRecycling:
             self.weight,
             max_depth=self.max_depth,
             out=self.grown,
+            primer=self.primer,
             vocab=self.vocab_size,
         )
         return draws_of(grown, self.owner, len(slots))

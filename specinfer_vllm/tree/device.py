@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Token trees of a fixed size, whatever was drafted: expanding and merging where the host reads nothing.
 
-Proposers write draws of a fixed number per request; `merged` unites those of several proposers, `best_nodes` keeps the
-likeliest. The number of launches depends on neither depth nor nodes nor requests.
+Proposers write draws of a fixed number per request; `merged` unites those of several proposers, `first_of` leaves each
+request those of one, `best_nodes` keeps the likeliest. The number of launches depends on neither depth nor nodes nor
+requests.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -46,6 +47,16 @@ def child_path(above: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
     return mixed ^ (mixed >> 29)
 
 
+def first_of(parts: Sequence[DeviceDraws]) -> list[DeviceDraws]:
+    """The parts, each with the draws of those requests only for which no part in front of it has any."""
+    chosen, taken = [], None
+    for part in parts:
+        has_any = (part.score > -torch.inf).any(dim=1, keepdim=True)
+        chosen.append(part if taken is None else replace(part, score=part.score.masked_fill(taken, -torch.inf)))
+        taken = has_any if taken is None else taken | has_any
+    return chosen
+
+
 def merged(parts: Sequence[DeviceDraws]) -> DeviceDraws:
     """The union of several proposers' trees (SpecInfer, definition 3.2): of equal paths the first stays."""
     return parts[0] if len(parts) == 1 else united(parts)[0]
@@ -65,25 +76,22 @@ def united(parts: Sequence[DeviceDraws]) -> tuple[DeviceDraws, torch.Tensor]:
         torch.cat([getattr(part, name) for part in parts], dim=1)
         for name in ("token", "score", "depth", "path", "owner")
     )
-    # Draws move back by those in front of their part; the root stays 0.
-    behind = [
-        part.parent.add(part.parent.clamp(max=1), alpha=at) for part, at in zip(parts[1:], first[1:], strict=True)
-    ]
-    parent = torch.cat([parts[0].parent, *behind], dim=1)
-    missing = score == -torch.inf
     index = torch.arange(token.shape[1], device=token.device).expand_as(path)
     # Equal paths stand beside each other once they are sorted, the first in front; what is missing stands alone.
-    beside = torch.where(missing, ~index, path).sort(dim=1, stable=True)
+    beside = torch.where(score == -torch.inf, ~index, path).sort(dim=1, stable=True)
     begins = torch.nn.functional.pad(beside.values[:, 1:] != beside.values[:, :-1], (1, 0), value=True)
     leader = (index * begins).cummax(dim=1).values
     canonical = torch.empty_like(index).scatter_(1, beside.indices, beside.indices.gather(1, leader))
     best = torch.full_like(score, -torch.inf).scatter_reduce_(1, canonical, score, "amax")
     # A proposer draws a path once, so that its bit is there once.
-    owner = torch.zeros_like(owner).scatter_add_(1, canonical, owner.masked_fill(missing, 0))
-    is_later = canonical != index
-    number = torch.nn.functional.pad(canonical + 1, (1, 0))  # of the root and every draw
-    parent = number.gather(1, parent.long()).int()
-    return DeviceDraws(token, parent, best.masked_fill(missing | is_later, -torch.inf), depth, path, owner), canonical
+    owner = torch.zeros_like(owner).scatter_add_(1, canonical, owner)
+    # Numbers of the root and a part's draws, part after part: where a part's parents are looked up.
+    root = torch.zeros_like(token[:, :1])
+    numbers = (canonical + 1).int().split([part.num_draws for part in parts], dim=1)
+    number = torch.cat([each for part in numbers for each in (root, part)], dim=1)
+    behind = [part.parent + (at + i) for i, (part, at) in enumerate(zip(parts[1:], first[1:], strict=True), 1)]
+    parent = number.gather(1, torch.cat([parts[0].parent, *behind], dim=1).long())
+    return DeviceDraws(token, parent, best.masked_fill(canonical != index, -torch.inf), depth, path, owner), canonical
 
 
 @dataclass(frozen=True)

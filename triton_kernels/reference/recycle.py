@@ -51,7 +51,7 @@ def recycle(
     margin [requests] float64, written when given: how far the closest two scores between which the request's tree
     decided are apart, inf without a decision. Whoever computes scores with a smaller error grows the same tree.
     """
-    ring, votes, primed = place.shape[1], weight.tolist(), None if primer is None else _contexts(primer)
+    ring, votes = place.shape[1], weight.tolist()
 
     def voters(text: list[int], owner: int) -> Voters:
         def vote(context: list[int]) -> Ballot | None:
@@ -62,7 +62,7 @@ def recycle(
                 here = _ballot([(token, votes[matched - 1] * chance) for token, chance in says], votes[matched - 1])
             elif matched:
                 here = _ballot([(text[at + 1], votes[matched - 1])], votes[matched - 1])
-            return here if primed is None else _joined(here, _longest_known(primed, context))
+            return here if primer is None else _joined(here, _longest_known(primer, context))
 
         return vote
 
@@ -176,19 +176,16 @@ def _joined(one: Ballot | None, other: Ballot | None) -> Ballot | None:
     return list(votes), list(votes.values()), one[2] + other[2]
 
 
-def _contexts(primer: Primer) -> dict[int, Ballot]:
-    """The primer's votes by the number of their context."""
-    rows = zip(primer.keys.tolist(), primer.tokens.tolist(), primer.votes.tolist(), primer.total.tolist(), strict=True)
-    return {key: (tokens, votes, total) for key, tokens, votes, total in rows}
-
-
-def _longest_known(primed: dict[int, Ballot], context: list[int]) -> Ballot | None:
-    """What is said behind the longest context that the primer knows."""
+def _longest_known(primer: Primer, context: list[int]) -> Ballot | None:
+    """What is said behind the longest context that the primer knows, whatever bucket it is in."""
     number, found = 0, None
     for token in context:
         number = path_of(number, token)
-        found = primed.get(number, found)
-    return found
+        for row in (primer.keys == number).nonzero()[:, 0].tolist():
+            found = row
+    if found is None:
+        return None
+    return primer.tokens[found].tolist(), primer.votes[found].tolist(), float(primer.total[found])
 
 
 def _context(tree: list[Node], text: Sequence[int]) -> list[int]:
