@@ -508,7 +508,8 @@ def random_primer(path, rows=60, vocab=6, width=3, seed=0):
 
 
 @pytest.mark.parametrize(
-    ("shape", "nodes"), [({}, 8), ({"width": 3}, 5), ({"vocab": 12, "slots": 2}, 70), ({"max_len": 1, "ring": 1}, 4)]
+    ("shape", "nodes"),
+    [({"slots": 4}, 8), ({"width": 3}, 5), ({"vocab": 12, "slots": 2}, 19), ({"max_len": 1, "ring": 1, "slots": 3}, 4)],
 )
 def test_primed_trees_grow_like_the_reference(tmp_path, shape, nodes):
     vocab = shape.get("vocab", 6)
