@@ -36,7 +36,7 @@ def test_two_ranks(runner):
     command = [sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", Path(__file__).name]
     environment = os.environ | ENVIRONMENT | RUNNERS[runner] | {SWITCH: runner}
     done = subprocess.run(
-        command, cwd=Path(__file__).parent, env=environment, capture_output=True, text=True, timeout=400
+        command, cwd=Path(__file__).parent, env=environment, capture_output=True, text=True, timeout=900
     )
     print(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -30,10 +30,13 @@ KERNELS = [
     "recycle",
     "device_trees",
     "backend",
-    pytest.param("runner_v2", marks=pytest.mark.engine),  # asked for late: it takes longer than all fast tests
+    # Asked for late: they take longer than all fast tests.
+    pytest.param("runner_v2", marks=pytest.mark.engine),
+    pytest.param("runner_v2_cost", marks=pytest.mark.engine),
 ]
 # The whole V2 runner of vLLM, with its own kernels interpreted too.
-ENVIRONMENT = {"runner_v2": {"VLLM_USE_V2_MODEL_RUNNER": "1", **triton_cpu.environment()}}
+RUNNER_V2 = {"VLLM_USE_V2_MODEL_RUNNER": "1", **triton_cpu.environment()}
+ENVIRONMENT = {"runner_v2": RUNNER_V2, "runner_v2_cost": RUNNER_V2}
 HERE = Path(__file__).parent
 
 

@@ -1,39 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
 """A step of the V2 runner launches as much for any tree and any batch, and the host never waits for the device.
 
-Runs itself in a process whose kernels are interpreted; launches.py says how a GPU's tensors are told from the host's.
+Prints the launches (-s). launches.py says how a GPU's tensors are told from the host's.
 """
 
 import os
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import triton_cpu
 
-pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") != "1" or os.environ.get("VLLM_USE_V2_MODEL_RUNNER") != "1":
+    pytest.skip("runs in a process of its own, see test_triton_interpreter.py", allow_module_level=True)
 
-IS_INSIDE = os.environ.get("TRITON_INTERPRET") == "1" and os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
-inside = pytest.mark.skipif(not IS_INSIDE, reason="runs in a process of its own")
-OURS = {
-    "VLLM_USE_V2_MODEL_RUNNER": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "OMP_NUM_THREADS": "1",
-}
+import graphs  # noqa: E402
+import numpy as np  # noqa: E402
+import tiny_model  # noqa: E402
+import torch  # noqa: E402
+from engines import engine  # noqa: E402
+from launches import Meter  # noqa: E402
+from test_device_draws import sampled  # noqa: E402
+from test_draft_exchange import drafts_of  # noqa: E402
+from test_triton_tree_verify import arguments  # noqa: E402
+from test_verify_enumeration import no_replacement  # noqa: E402
+from test_verify_rules import random_batch  # noqa: E402
+from vllm import SamplingParams  # noqa: E402
+from vllm.utils import torch_utils  # noqa: E402
 
-
-@pytest.mark.engine
-@pytest.mark.skipif(IS_INSIDE, reason="starts the others")
-def test_the_cost_of_a_step():
-    command = [sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", Path(__file__).name]
-    environment = os.environ | triton_cpu.environment() | OURS
-    done = subprocess.run(command, cwd=Path(__file__).parent, env=environment, capture_output=True, text=True)
-    print(done.stdout)
-    assert done.returncode == 0, done.stdout + done.stderr
-
+from specinfer_vllm.bench.engines import runner_of  # noqa: E402
+from specinfer_vllm.engine.device_trees import DeviceTrees  # noqa: E402
+from specinfer_vllm.engine.draft_exchange import DraftExchange, DraftShape  # noqa: E402
+from specinfer_vllm.engine.gpu_kv_compaction import GpuKvCompaction  # noqa: E402
+from specinfer_vllm.engine.runner_v2 import StepRows, TreeRunnerV2Mixin  # noqa: E402
+from specinfer_vllm.triton_kernels.tree_traversal import traverse  # noqa: E402
+from specinfer_vllm.triton_kernels.tree_verify import Walk, verify  # noqa: E402
 
 # -- whole steps -------------------------------------------------------------------------------------------------------
 
@@ -45,9 +44,6 @@ PER_LEVEL = ("ssm levels", "ssm passes")
 
 def steps(llm, requests: int, count: int = 1) -> list:
     """The last steps of some requests with trees; the first two are the prompts' and one that fills caches."""
-    from launches import Meter
-    from vllm import SamplingParams
-
     engine, meter = llm.llm_engine, Meter()
     with meter.installed():
         for request in range(requests):
@@ -65,12 +61,6 @@ def steps(llm, requests: int, count: int = 1) -> list:
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
     """Steps by (nodes, depth, requests), and what the controls saw on the first engine."""
-    import graphs
-    import tiny_model
-    from engines import engine
-
-    from specinfer_vllm.bench.engines import runner_of
-
     folder = tmp_path_factory.mktemp("models")
     llm_path = tiny_model.make(folder / "llm", layers=2)
     ssm_path = tiny_model.cut(llm_path, folder / "ssm", layers=1)
@@ -114,7 +104,6 @@ def table(found: dict) -> str:
     return "\n".join(lines)
 
 
-@inside
 def test_launches_depend_on_neither_tree_nor_batch(measured):
     constant = [
         {phase: count for phase, count in each[-1].counts().items() if phase not in PER_LEVEL}
@@ -125,7 +114,6 @@ def test_launches_depend_on_neither_tree_nor_batch(measured):
     assert sum(constant[0].values()) < 145
 
 
-@inside
 def test_a_level_of_an_ssm_costs_as_much_as_the_next(measured):
     """One pass per level; draws and the rows around a pass take as many launches on every level but the first."""
     by_depth = {}
@@ -142,7 +130,6 @@ def test_a_level_of_an_ssm_costs_as_much_as_the_next(measured):
     assert len(slopes) == 1, table(measured.found)
 
 
-@inside
 def test_graphs_hold_all_drafting(measured):
     """What is left stages the step: two replays, of the SSM's reading and of all that follows it."""
     one, three = (each[-1].launches for each in measured.captured)
@@ -152,7 +139,6 @@ def test_graphs_hold_all_drafting(measured):
     assert not set(one) & {"ssm", *PER_LEVEL}
 
 
-@inside
 def test_the_host_never_waits(measured):
     """Prompts and first steps included, where caches are filled."""
     waits = {wait for each in (*measured.found.values(), *measured.captured) for step in each for wait in step.waits}
@@ -164,8 +150,6 @@ def test_the_host_never_waits(measured):
 
 def steps_with(control, llm) -> list:
     """Steps of one request in which `control` sees what is drafted."""
-    from specinfer_vllm.engine.device_trees import DeviceTrees
-
     write = DeviceTrees.write
 
     def watched(trees, slots, nodes):
@@ -185,33 +169,25 @@ def loop(token) -> None:
 CONTROLS = {"wait": lambda token: token.max().item(), "loop": loop}
 
 
-@inside
 def test_a_wait_in_propose_is_caught(measured):
     waits = measured.controls["wait"][-1].waits
     assert waits and all(wait.startswith("propose: ") and "token.max().item()" in wait for wait in waits)
 
 
-@inside
 def test_a_loop_over_nodes_is_caught(measured):
     plain, looped = measured.found[*BASE, 1][-1], measured.controls["loop"][-1]
     assert looped.counts()["propose"] == plain.counts()["propose"] + BASE[0]
 
 
 def with_host_index(tensor) -> None:
-    import torch
-
     tensor[torch.arange(2)]
 
 
 def sent(tensor) -> None:
-    import torch
-
     torch.ones(3).to(tensor.device)
 
 
 def listed(tensor) -> None:
-    import torch
-
     torch.tensor([1, 2], device=tensor.device)
 
 
@@ -236,27 +212,18 @@ WAITS = {
 
 def looked_at(control):
     """The step in which a control sees a tensor of the device."""
-    import torch
-    from launches import Meter
-
     tensor = torch.arange(3.0)
     with torch.inference_mode(), Meter().watching("here") as step:
         control(tensor)
     return step
 
 
-@inside
 @pytest.mark.parametrize("control", WAITS)
 def test_every_kind_of_wait_is_seen(control):
     assert looked_at(WAITS[control]).waits
 
 
-@inside
 def test_what_does_not_wait_is_not_taken_for_it():
-    import numpy as np
-    import torch
-    from vllm.utils import torch_utils
-
     def control(tensor):
         index = torch_utils.async_tensor_h2d(np.array([0, 2]), device=tensor.device)
         tensor[index] += 1
@@ -271,14 +238,7 @@ def test_what_does_not_wait_is_not_taken_for_it():
     assert step.counts() == {"here": 9}, step.launches
 
 
-@inside
 def test_compaction_is_one_launch_for_all_layers():
-    import torch
-    from launches import Meter
-
-    from specinfer_vllm.engine.gpu_kv_compaction import GpuKvCompaction
-    from specinfer_vllm.triton_kernels.tree_verify import Walk
-
     for layers, requests in ((1, 1), (3, 4)):
         compaction = GpuKvCompaction([torch.zeros(4, 2, 8, 16) for _ in range(layers)])
         path = torch.tensor([[0, 2]]).repeat(requests, 1)
@@ -289,16 +249,8 @@ def test_compaction_is_one_launch_for_all_layers():
         assert step.counts() == {"compact": 1} and not step.waits
 
 
-@inside
 def test_groups_of_layers_are_a_launch_each_along_their_own_tables():
     """Group 0 has blocks of 8 slots, group 1 of 4: what stands at index 6 of the sequence moves to index 2."""
-    import torch
-    from launches import Meter
-
-    from specinfer_vllm.engine.gpu_kv_compaction import GpuKvCompaction
-    from specinfer_vllm.engine.runner_v2 import StepRows, TreeRunnerV2Mixin
-    from specinfer_vllm.triton_kernels.tree_verify import Walk
-
     caches = [torch.randn(4, 2, size, 16) for size in (8, 4)]
     expected = [cache.clone() for cache in caches]
     expected[0][1, :, 2] = caches[0][1, :, 6]
@@ -313,15 +265,8 @@ def test_groups_of_layers_are_a_launch_each_along_their_own_tables():
     assert all(map(torch.equal, caches, expected))
 
 
-@inside
 @pytest.mark.parametrize("weighed", [(), (3, 8)], ids=["draws", "draws and laws"])
 def test_an_exchange_of_drafts_costs_as_much_for_any_batch_and_waits_for_nothing(weighed):
-    import torch
-    from launches import Meter
-    from test_draft_exchange import drafts_of
-
-    from specinfer_vllm.engine.draft_exchange import DraftExchange, DraftShape
-
     counts = []
     for draws, requests in ((2, 1), (9, 4)):
         shape = DraftShape(draws, *weighed)
@@ -334,20 +279,9 @@ def test_an_exchange_of_drafts_costs_as_much_for_any_batch_and_waits_for_nothing
     assert counts[0] == counts[1] < 12
 
 
-@inside
 @pytest.mark.parametrize("rule", ["mss", "without_replacement", "traversal"])
 def test_draws_cost_as_much_however_many_there_are(rule):
     """From the speculator's draws to the walk; one launch of it."""
-    import numpy as np
-    from launches import Meter
-    from test_device_draws import sampled
-    from test_triton_tree_verify import arguments
-    from test_verify_enumeration import no_replacement
-    from test_verify_rules import random_batch
-
-    from specinfer_vllm.triton_kernels.tree_traversal import traverse
-    from specinfer_vllm.triton_kernels.tree_verify import verify
-
     seen = []
     for requests in (1, 6):
         rng = np.random.default_rng(1)
