@@ -220,6 +220,9 @@ RUNNER_V2: tuple[Hook, ...] = (
         "SSMs' passes are captured by vLLM's own manager",
     ),
     Hook(
+        V2_GRAPHS, "CudaGraphManager._init_candidates", ("self",), "numbers of requests that drafting is captured for"
+    ),
+    Hook(
         V2_GRAPHS,
         "CudaGraphManager.capture",
         ("self", "create_forward_fn", "progress_bar_desc"),

@@ -5,7 +5,9 @@ import json
 import logging
 import os
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +18,7 @@ from vllm.config import KVTransferConfig, ModelConfig  # noqa: E402
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 from vllm.model_executor.model_loader import base_loader  # noqa: E402
 
-from specinfer_vllm.config import VERIFIERS, TreeOptionError  # noqa: E402
+from specinfer_vllm.config import VERIFIERS, TreeOptionError, TreeOptions  # noqa: E402
 from specinfer_vllm.engine import launch  # noqa: E402
 from specinfer_vllm.engine.vocabulary import draftable_tokens  # noqa: E402
 from specinfer_vllm.patches import hooks  # noqa: E402
@@ -551,3 +553,16 @@ def test_a_draft_vocabulary_needs_its_head_on_one_rank(configure, either_runner,
     config.parallel_config.tensor_parallel_size = 3  # the LLM's 9 heads
     with pytest.raises(TreeOptionError, match=r"ssms\[0\]: a draft vocabulary needs the whole head on one rank"):
         launch.check(config)
+
+
+# -- several devices ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("ranks", "is_moe", "is_refused"), [(2, True, True), (1, True, False), (2, False, False)])
+def test_ssms_beside_experts_on_data_parallel_ranks_are_refused(ssm_path, ranks, is_moe, is_refused):
+    tree = TreeOptions.from_value({"method": "tree", "ssms": [str(ssm_path)]})
+    parallel = SimpleNamespace(data_parallel_size=ranks, is_moe_model=is_moe)
+    refused = pytest.raises(TreeOptionError, match="data_parallel_size=2: .*leave ssms out")
+    with refused if is_refused else nullcontext():
+        launch.check_parallel(tree, parallel)
+    launch.check_parallel(TreeOptions.from_value("tree"), parallel)

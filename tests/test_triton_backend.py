@@ -110,8 +110,8 @@ class Batch:
             depth=torch.from_numpy(np.concatenate(self.depth[:count])),
         )
 
-    def builder(self, device="cpu"):
-        spec = FullAttentionSpec(BLOCK, num_kv_heads=self.kv_heads, head_size=DIM, dtype=self.dtype)
+    def builder(self, device="cpu", head_size=DIM):
+        spec = FullAttentionSpec(BLOCK, num_kv_heads=self.kv_heads, head_size=head_size, dtype=self.dtype)
         model = SimpleNamespace(
             get_num_attention_heads=lambda parallel: self.heads,
             get_num_kv_heads=lambda parallel: self.kv_heads,
@@ -341,6 +341,13 @@ def test_a_graph_is_not_captured_over_trees_and_other_requests():
     builder.tree = batch.tree
     with pytest.raises(ValueError, match="4 of 7 requests"):
         builder.build_for_cudagraph_capture(batch.common)
+
+
+def test_an_ssm_may_have_larger_heads_than_the_llm():
+    """vLLM's kernel splits the keys of single rows into a buffer that is sized by the LLM's heads."""
+    batch = Batch([(chain(3), 5)])
+    sizes = [batch.builder(head_size=size).softmax_segm_output.shape[-1] for size in (DIM // 2, DIM, 4 * DIM)]
+    assert sizes == [DIM, DIM, 4 * DIM]
 
 
 def test_layers_and_steps_share_plans_and_workspaces():

@@ -112,6 +112,10 @@ class TreeTritonAttentionMetadataBuilder(TritonAttentionMetadataBuilder):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        # vLLM sizes it by the LLM's heads; an SSM's may be larger, and its kernel would write past the end.
+        *others, room = self.softmax_segm_output.shape
+        if (wanted := next_power_of_2(self.kv_cache_spec.head_size)) > room:
+            self.softmax_segm_output = self.softmax_segm_output.new_empty(*others, wanted)
         self.workspaces: dict[int, torch.Tensor] = {}
         self.kept: dict[Hashable, object] = {}
 

@@ -44,8 +44,12 @@ class DraftInputs:
 
     def write(self, *numbers: torch.Tensor) -> None:
         """Rows of `numbers`, each [requests] int32."""
-        self.numbers.copy_(self.nobody)
+        self.clear()
         self.numbers[:, : len(numbers[0])] = torch.stack(numbers)
+
+    def clear(self) -> None:
+        """Of no request at all: nothing is read, and no K/V written."""
+        self.numbers.copy_(self.nobody)
 
     def write_sampling(self, states: Any, slots: torch.Tensor) -> None:
         """How children are sampled, by the slots [requests] int64 of vLLM's SamplingStates."""
@@ -65,7 +69,7 @@ class DraftInputs:
             place=place,
             slots=slots,
             history=self.history,
-            length=self.length[slots] * (place < self.slots),
+            length=self.length[slots].long() * (place < self.slots),
             first=first,
             counts=counts,
             sampled=emitted > 0,

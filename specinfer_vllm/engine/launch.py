@@ -251,6 +251,7 @@ def check(config: Any) -> None:
     dtype = config.cache_config.cache_dtype  # 'auto' may have become what the checkpoint says
     if dtype not in FLOATS:
         raise TreeOptionError(f"kv_cache_dtype={dtype!r}: not supported with method 'tree': {QUANTISED}")
+    check_parallel(tree, config.parallel_config)
     check_lengths(tree, config.model_config.max_model_len)
     check_primer_file(tree, config.model_config)
     for index in range(len(tree.ssms)):
@@ -312,6 +313,15 @@ def check_library(tree: TreeOptions, config: Any) -> None:
         raise TreeOptionError(
             f"cudagraph_mode={mode.name}: {WHERE}.tree_attention={tree.tree_attention!r} reads the trees on the host,"
             f" which full CUDA graphs cannot; use cudagraph_mode=PIECEWISE or tree_attention={TRITON!r}"
+        )
+
+
+def check_parallel(tree: TreeOptions, parallel: Any) -> None:
+    """Raise TreeOptionError where vLLM's data-parallel ranks would wait for each other in an SSM's pass."""
+    if tree.ssms and parallel.data_parallel_size > 1 and parallel.is_moe_model:
+        raise TreeOptionError(
+            f"data_parallel_size={parallel.data_parallel_size}: {WHERE}.ssms beside a mixture of experts: its ranks"
+            " meet in every pass, and draft in different ones; leave ssms out, or use data_parallel_size=1"
         )
 
 

@@ -55,6 +55,10 @@ class TreeRunnerV2Mixin:
     step: StepRows | None = None
     compactions: list[tuple[int, Any]] | None = None
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.level = torch.arange(self.speculator.options.max_depth + 1, device=self.device)
+
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """As upstream, with the trees' acceptance in the place of vLLM's."""
         super().load_model(*args, **kwargs)
@@ -68,7 +72,6 @@ class TreeRunnerV2Mixin:
         self.row_depth = torch.zeros(rows, dtype=torch.int32, device=self.device)
         self.row_bits = torch.zeros(rows, trees.ancestors.shape[2], dtype=torch.int64, device=self.device)
         self.prefix_len = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=self.device)
-        self.level = torch.arange(self.speculator.options.max_depth + 1, device=self.device)
 
     # -- requests come and go ------------------------------------------------------------------------------------------
 

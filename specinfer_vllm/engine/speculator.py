@@ -98,14 +98,14 @@ class TreeSpeculator(DraftModelSpeculator):
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
         """Forget all graphs, which hold the addresses of an earlier KV cache."""
         self.kept = []
-        self.read_graphs, self.draft_graphs = (
-            DraftGraphs(self.vllm_config, self.device, cudagraph_mode) for _ in range(2)
-        )
+        self.read_graphs = DraftGraphs(self.vllm_config, self.device, cudagraph_mode, row_limit=self.longest_path)
+        self.draft_graphs = DraftGraphs(self.vllm_config, self.device, cudagraph_mode)
 
     def capture(self) -> None:
         """Capture what follows a step that verified trees only; on every rank, since ranks exchange addresses."""
         if not self.draft_graphs.needs_capture():
             return
+        self.inputs.clear()  # vLLM's warm-up left requests there, whose K/V nobody may write now
         self.ssms.may_fail, may_fail = False, self.ssms.may_fail
         if self.ssms.every:
             self.read_graphs.capture(lambda requests: self.ssms.read(self._captured(requests)), "SSMs' reading")

@@ -25,6 +25,7 @@ class SsmDrafting:
     every     the SSMs; placed: those whose weights are on this rank
     exchange  of what the ranks draft, when each has SSMs of its own
     states    of each placed SSM [max_num_reqs, hidden]: at every request's last token
+    max_rows  of a pass: more were neither compiled nor profiled
     failures  how often each raised
     may_fail  whether requests go on without an SSM that raises
     """
@@ -36,6 +37,7 @@ class SsmDrafting:
         is_spread = options.ssm_placement == ONE_PER_RANK and any(ssm.is_whole for ssm in self.every)
         self.exchange = DraftExchange.of(self.every, options) if is_spread else None
         self.placed = self.every if self.exchange is None else [self.every[index] for index in self.exchange.mine]
+        self.max_rows = vllm_config.scheduler_config.max_num_batched_tokens
         self.states: dict[str, torch.Tensor] = {}
         self.failures: Counter[str] = Counter()
         self.may_fail = vllm_config.parallel_config.tensor_parallel_size == 1  # or one rank would draft differently
@@ -73,7 +75,7 @@ class SsmDrafting:
     def reset(self, slots: torch.Tensor) -> None:
         """New requests begin on slots [k] int64, with valid K/V."""
         for ssm in self.every:
-            ssm.lost[slots] = False
+            ssm.lost.index_fill_(0, slots, False)  # an assignment would copy the number from the host, and wait
 
     def read(self, step: DeviceStep) -> None:
         """Catch up with what was committed."""
@@ -91,7 +93,10 @@ class SsmDrafting:
         ]
 
     def _draft(self, ssm: DeviceSsm, step: DeviceStep, table: torch.Tensor) -> Drafted:
-        return ssm.draft(step, table, self.states[ssm.name][: len(step.counts)])
+        most = max(self.max_rows // ssm.widest_level, 1)
+        parts = [slice(first, first + most) for first in range(0, len(step.counts), most)]
+        states = self.states[ssm.name][: len(step.counts)]
+        return Drafted.joined([ssm.draft(step.part(each), table[each], states[each]) for each in parts])
 
     def shared(self, drafted: list[Drafted | None], requests: int) -> list[Drafted | None]:
         """What all SSMs drew, from what this rank's did."""
@@ -112,5 +117,5 @@ class SsmDrafting:
             if not self.failures[ssm.name]:
                 logger.exception("SSM %r failed and is left out of this step; further failures are counted", ssm.name)
             self.failures[ssm.name] += 1
-            ssm.lost[step.slots] = True
+            ssm.lost.index_fill_(0, step.slots, True)
             return None

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -27,6 +27,11 @@ class DeviceDraftSampling:
     top_p: torch.Tensor
     seed: torch.Tensor
     bounded: bool
+
+    def part(self, requests: slice) -> DeviceDraftSampling:
+        """Of some of the requests."""
+        names = ("sampled", "temperature", "top_k", "top_p", "seed")
+        return replace(self, **{name: getattr(self, name)[requests] for name in names})
 
     def laws(self, logits: torch.Tensor) -> torch.Tensor:
         """What is sampled from [requests, nodes, vocab]: each request's temperature, top-k and top-p."""

@@ -52,7 +52,7 @@ class DeviceRecycling:
 
     def reset(self, slots: torch.Tensor) -> None:
         """Forget the requests on slots [k] int64."""
-        self.place[slots] = -1
+        self.place.index_fill_(0, slots, -1)
 
     def observe(
         self, slots: torch.Tensor, index: torch.Tensor, is_seen: torch.Tensor, best: tuple[torch.Tensor, torch.Tensor]

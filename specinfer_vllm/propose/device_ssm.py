@@ -7,7 +7,7 @@ slot to write to and nobody reads their states. So the host never asks the devic
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -55,6 +55,12 @@ class DeviceStep:
     last: torch.Tensor
     sampling: DeviceDraftSampling | None
     max_len: int
+
+    def part(self, requests: slice) -> DeviceStep:
+        """Of some of its requests."""
+        names = ("place", "slots", "length", "first", "counts", "sampled", "branches", "last")
+        mine = {name: getattr(self, name)[requests] for name in names}
+        return replace(self, **mine, sampling=None if self.sampling is None else self.sampling.part(requests))
 
 
 @dataclass(frozen=True)
@@ -141,6 +147,15 @@ class Drafted:
         draws = DeviceDraws(*map(function, vars(self.draws).values()))
         return Drafted(draws, *(None if other is None else function(other) for other in (self.law, self.laws)))
 
+    @classmethod
+    def joined(cls, parts: Sequence[Drafted]) -> Drafted:
+        """Of the requests of all parts."""
+        if len(parts) == 1:
+            return parts[0]
+        columns = [torch.cat(each) for each in zip(*(part.tensors() for part in parts), strict=True)]
+        count = len(vars(parts[0].draws))
+        return cls(DeviceDraws(*columns[:count]), *columns[count:])
+
     def copy_(self, other: Drafted) -> None:
         """Take over what the other holds; it may have fewer requests."""
         for mine, theirs in zip(self.tensors(), other.tensors(), strict=True):
@@ -201,6 +216,11 @@ class DeviceSsm(SsmProposer):
     def block_size(self) -> int:
         """Slots per block of its KV cache group."""
         return self.groups[0].kv_cache_spec.block_size
+
+    @property
+    def widest_level(self) -> int:
+        """Most nodes of a request that one pass reads."""
+        return max(self._read_sizes, default=1)
 
     def read(self, step: DeviceStep, table: torch.Tensor) -> torch.Tensor:
         """Catch up with what was committed. Returns the hidden state at each request's last token [requests, hidden].
