@@ -313,6 +313,11 @@ class TreeOptions:
         return max((tree.depth for tree in self.static_trees if tree), default=DEFAULT_DEPTH)
 
     @property
+    def longest_path(self) -> int:
+        """Most rows of a verified tree that become committed text: its longest path, the root before and one behind."""
+        return self.max_depth + 2
+
+    @property
     def max_nodes(self) -> int:
         """Most nodes of one request's tree, never more than a whole step may hold."""
         return self.wanted_nodes if self.batch_nodes is None else min(self.wanted_nodes, self.batch_nodes)

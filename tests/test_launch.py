@@ -564,5 +564,5 @@ def test_ssms_beside_experts_on_data_parallel_ranks_are_refused(ssm_path, ranks,
     parallel = SimpleNamespace(data_parallel_size=ranks, is_moe_model=is_moe)
     refused = pytest.raises(TreeOptionError, match="data_parallel_size=2: .*leave ssms out")
     with refused if is_refused else nullcontext():
-        launch.check_parallel(tree, parallel)
-    launch.check_parallel(TreeOptions.from_value("tree"), parallel)
+        launch.check_data_parallel(tree, parallel)
+    launch.check_data_parallel(TreeOptions.from_value("tree"), parallel)

@@ -48,6 +48,7 @@ from specinfer_vllm.triton_kernels.tree_verify import (
     key_of,
     mix,
     most_probable,
+    pointers,
     sampled_from,
     subtract,
     weights_of,
@@ -331,18 +332,7 @@ def traverse(
         return out
     plan = tuning.traversal_plan(tuning.architecture(logits.device), vocab)
     _traverse[(requests,)](
-        logits,
-        tokens,
-        parent,
-        start,
-        seed,
-        position,
-        greedy,
-        *((draws.start, draws.row, draws.law, draws.laws, draws.mass, draws.support) if draws else (None,) * 6),
-        residual,
-        out.tokens,
-        out.rows,
-        out.num_tokens,
+        *pointers((logits, tokens, parent, start), (seed, position, greedy), draws, residual, out),
         max_depth,
         logits.stride(0),
         draws.laws.stride(0) if draws else 0,

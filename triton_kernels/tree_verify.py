@@ -430,18 +430,7 @@ def verify(
         return out
     plan = tuning.verify_plan(tuning.architecture(logits.device), vocab)
     _verify[(requests,)](
-        logits,
-        tokens,
-        parent,
-        start,
-        seed,
-        position,
-        greedy,
-        *((draws.start, draws.row, draws.law, draws.laws, draws.mass, draws.support) if draws else (None,) * 6),
-        residual,
-        out.tokens,
-        out.rows,
-        out.num_tokens,
+        *pointers((logits, tokens, parent, start), (seed, position, greedy), draws, residual, out),
         width,
         logits.stride(0),
         draws.laws.stride(0) if draws else 0,
@@ -456,6 +445,20 @@ def verify(
         num_warps=plan.num_warps,
     )
     return out
+
+
+def pointers(
+    trees: tuple[torch.Tensor, ...],
+    keys: tuple[torch.Tensor | None, ...],
+    draws: DraftRows | None,
+    residual: torch.Tensor | None,
+    out: Walk,
+) -> tuple[torch.Tensor | None, ...]:
+    """The tensors that a kernel of acceptance takes first, in its order."""
+    given = (None,) * 6
+    if draws is not None:
+        given = draws.start, draws.row, draws.law, draws.laws, draws.mass, draws.support
+    return *trees, *keys, *given, residual, out.tokens, out.rows, out.num_tokens
 
 
 def check_trees(logits, tokens, parent, start, max_depth, seed, position, greedy) -> None:

@@ -23,9 +23,9 @@ class DeviceTrees:
     def __init__(self, slots: int, nodes: int, requests: int, device: torch.device | str) -> None:
         """requests: most requests whose trees are written at once.
 
-        There is one slot more, which `nobody` has: what a graph's padding writes goes there.
+        There is one slot more, which nobody has: what a graph's padding writes goes there.
         """
-        self.nodes, self.rows, self.device, self.nobody = nodes, nodes + 1, device, slots
+        self.nodes, self.rows, self.device = nodes, nodes + 1, device
         slots += 1
         words = words_for(self.rows)
         self.fields = torch.zeros(4, slots, self.rows, dtype=torch.int32, device=device)

@@ -251,7 +251,7 @@ def check(config: Any) -> None:
     dtype = config.cache_config.cache_dtype  # 'auto' may have become what the checkpoint says
     if dtype not in FLOATS:
         raise TreeOptionError(f"kv_cache_dtype={dtype!r}: not supported with method 'tree': {QUANTISED}")
-    check_parallel(tree, config.parallel_config)
+    check_data_parallel(tree, config.parallel_config)
     check_lengths(tree, config.model_config.max_model_len)
     check_primer_file(tree, config.model_config)
     for index in range(len(tree.ssms)):
@@ -316,7 +316,7 @@ def check_library(tree: TreeOptions, config: Any) -> None:
         )
 
 
-def check_parallel(tree: TreeOptions, parallel: Any) -> None:
+def check_data_parallel(tree: TreeOptions, parallel: Any) -> None:
     """Raise TreeOptionError where vLLM's data-parallel ranks would wait for each other in an SSM's pass."""
     if tree.ssms and parallel.data_parallel_size > 1 and parallel.is_moe_model:
         raise TreeOptionError(

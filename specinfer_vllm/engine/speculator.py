@@ -98,7 +98,9 @@ class TreeSpeculator(DraftModelSpeculator):
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
         """Forget all graphs, which hold the addresses of an earlier KV cache."""
         self.kept = []
-        self.read_graphs = DraftGraphs(self.vllm_config, self.device, cudagraph_mode, row_limit=self.longest_path)
+        self.read_graphs = DraftGraphs(
+            self.vllm_config, self.device, cudagraph_mode, row_limit=self.options.longest_path
+        )
         self.draft_graphs = DraftGraphs(self.vllm_config, self.device, cudagraph_mode)
 
     def capture(self) -> None:
@@ -114,7 +116,7 @@ class TreeSpeculator(DraftModelSpeculator):
 
     def _captured(self, requests: int) -> DeviceStep:
         """The step that graphs are captured with: texts of any length, of which a longest path is read."""
-        return self.inputs.step(np.full(requests, self.longest_path), self.max_model_len)
+        return self.inputs.step(np.full(requests, self.options.longest_path), self.max_model_len)
 
     def _draft_and_keep(self, step: DeviceStep) -> None:
         """Draft to where the graph ends. The first batch, which is the largest, makes buffers for what it keeps."""
@@ -130,11 +132,6 @@ class TreeSpeculator(DraftModelSpeculator):
     def grows_in_graphs(self) -> bool:
         """Whether trees are grown in the graph that drafts: no other rank is asked, and no laws outlive the step."""
         return self.rule is None and self.ssms.exchange is None
-
-    @property
-    def longest_path(self) -> int:
-        """Most rows that an SSM reads of a verified tree: its longest path, the root before and the one behind."""
-        return self.options.max_depth + 2
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
@@ -167,7 +164,7 @@ class TreeSpeculator(DraftModelSpeculator):
         counts, max_len, bounded = self._stage(input_batch, num_sampled)
         requests = len(counts)
         step = cache(lambda: self.inputs.step(counts, max_len, bounded))  # graphs make their own
-        if self.ssms.every and not ((counts == self.longest_path).all() and self.read_graphs.replay(requests)):
+        if self.ssms.every and not ((counts == self.options.longest_path).all() and self.read_graphs.replay(requests)):
             self.ssms.read(step())
         if bounded or not self.draft_graphs.replay(requests):
             return self._grow(step(), self.ssms.draft(step()))

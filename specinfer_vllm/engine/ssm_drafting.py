@@ -80,17 +80,14 @@ class SsmDrafting:
     def read(self, step: DeviceStep) -> None:
         """Catch up with what was committed."""
         for ssm, table in self._tables(step):
-            self._attempt(ssm, step, lambda ssm=ssm, table=table: self._read(ssm, step, table))
+            self._attempt(self._read, ssm, step, table)
 
     def _read(self, ssm: DeviceSsm, step: DeviceStep, table: torch.Tensor) -> None:
         self.states[ssm.name][: len(step.counts)] = ssm.read(step, table)
 
     def draft(self, step: DeviceStep) -> list[Drafted | None]:
         """What each SSM of this rank draws, None where one failed; all have read the step."""
-        return [
-            self._attempt(ssm, step, lambda ssm=ssm, table=table: self._draft(ssm, step, table))
-            for ssm, table in self._tables(step)
-        ]
+        return [self._attempt(self._draft, ssm, step, table) for ssm, table in self._tables(step)]
 
     def _draft(self, ssm: DeviceSsm, step: DeviceStep, table: torch.Tensor) -> Drafted:
         most = max(self.max_rows // ssm.widest_level, 1)
@@ -107,10 +104,16 @@ class SsmDrafting:
         tables = [self.block_tables.input_block_tables[group][: len(step.counts)] for group in self.groups]
         return list(zip(self.placed, tables, strict=True))
 
-    def _attempt(self, ssm: DeviceSsm, step: DeviceStep, part: Callable[[], Any]) -> Any:
-        """What an SSM's part returns; None when it raised, and its requests go on without it."""
+    def _attempt(
+        self,
+        part: Callable[[DeviceSsm, DeviceStep, torch.Tensor], Any],
+        ssm: DeviceSsm,
+        step: DeviceStep,
+        table: torch.Tensor,
+    ) -> Any:
+        """What a part of an SSM's step returns; None when it raised, and the requests go on without it."""
         try:
-            return part()
+            return part(ssm, step, table)
         except Exception:
             if not self.may_fail:
                 raise

@@ -184,7 +184,7 @@ class DeviceSsm(SsmProposer):
         self.ranks: dict[int, torch.Tensor] = {}
         tree = tree_config(self.llm_config).tree
         self.num_draws = tree.max_nodes // len(tree.ssms)  # of a sampled request
-        self.max_path = tree.max_depth + 2  # the root before it, and the one behind
+        self.longest_path = tree.longest_path
         self.path_rows: dict[int, ReadRows] = {}
         narrow = self.draft_vocab
         self.draft_ids = None if narrow is None else torch.from_numpy(narrow).to(self.device)
@@ -244,7 +244,7 @@ class DeviceSsm(SsmProposer):
 
     def read_rows(self, counts: np.ndarray) -> ReadRows:
         """Of a step; where every request reads a longest path they are kept for good."""
-        if (counts != self.max_path).any():
+        if (counts != self.longest_path).any():
             return ReadRows.of(counts, self.device)
         if len(counts) not in self.path_rows:
             self.path_rows[len(counts)] = ReadRows.of(counts, self.device)

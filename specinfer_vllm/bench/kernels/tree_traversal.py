@@ -13,22 +13,12 @@ from functools import partial
 import torch
 
 from specinfer_vllm.bench.kernels import measure
-from specinfer_vllm.bench.kernels.tree_verify import CHECKED, CLOSE, FULL, TINY, Batch, differ, inputs, mixed
+from specinfer_vllm.bench.kernels.tree_verify import CHECKED, FULL, TINY, inputs, mismatches, mixed
 from specinfer_vllm.triton_kernels.reference import tree_traversal as reference
 from specinfer_vllm.triton_kernels.tree_traversal import traverse
 
 RULE = "without_replacement"
-
-
-def _mismatches(batch: Batch) -> int:
-    """Requests whose walks differ although no coin was close to an edge. RuntimeError when few remain."""
-    arguments, requests = batch.arguments(RULE), len(batch.keys["seed"])
-    margin = torch.empty(requests, dtype=torch.float64)
-    made, expected = traverse(**arguments), reference.traverse(**arguments, margin=margin)
-    clear = margin.to(made.tokens.device) > CLOSE
-    if clear.sum() < requests / 2:
-        raise RuntimeError(f"only {int(clear.sum())} of {requests} requests have no coin close to an edge")
-    return int((differ(made, expected) & clear).sum())
+COMPARED = RULE, traverse, reference.traverse
 
 
 def check(device: torch.device, tiny: bool) -> Iterator[measure.Check]:
@@ -39,8 +29,8 @@ def check(device: torch.device, tiny: bool) -> Iterator[measure.Check]:
         except Exception as error:
             yield measure.Check(str(size), measure.first_line(error), 0)
             continue
-        yield measure.checked(f"traversal, {size}", 0, _mismatches, batch)
-        yield measure.checked(f"traversal, some greedy, a row of NaN, {size}", 0, _mismatches, mixed(batch))
+        yield measure.checked(f"traversal, {size}", 0, mismatches, batch, *COMPARED)
+        yield measure.checked(f"traversal, some greedy, a row of NaN, {size}", 0, mismatches, mixed(batch), *COMPARED)
 
 
 def times(device: torch.device, tiny: bool, deadline: float) -> Iterator[measure.Row]:

@@ -9,7 +9,7 @@ compared; nearly all mass is on few tokens, as in an LLM's laws, so that there a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -120,19 +120,24 @@ def inputs(device: torch.device, size: Size, seed: int = 0) -> Batch:
     )
 
 
-def _mismatches(batch: Batch, rule: str) -> int:
-    """Requests whose walks differ although no coin was close to an edge. RuntimeError when few remain."""
+def mismatches(
+    batch: Batch, rule: str, accept: Callable[..., Walk] = verify, twin: Callable[..., Walk] = reference.verify
+) -> int:
+    """Requests whose walks differ although no coin was close to an edge. RuntimeError when few remain.
+
+    accept, twin: a kernel and its reference
+    """
     arguments = batch.arguments(rule)
     requests = len(batch.keys["seed"])
     margin = torch.empty(requests, dtype=torch.float64)
-    made, expected = verify(**arguments), reference.verify(**arguments, margin=margin)
+    made, expected = accept(**arguments), twin(**arguments, margin=margin)
     clear = margin.to(made.tokens.device) > CLOSE
     if clear.sum() < requests / 2:
         raise RuntimeError(f"only {int(clear.sum())} of {requests} requests have no coin close to an edge")
-    return int((differ(made, expected) & clear).sum())
+    return int((_differ(made, expected) & clear).sum())
 
 
-def differ(made: Walk, expected: Walk) -> torch.Tensor:
+def _differ(made: Walk, expected: Walk) -> torch.Tensor:
     """Which requests' walks are not the same, [requests] bool."""
     tokens, rows = (made.tokens != expected.tokens).any(1), (made.rows != expected.rows).any(1)
     return tokens | rows | (made.num_tokens != expected.num_tokens)
@@ -161,8 +166,8 @@ def check(device: torch.device, tiny: bool) -> Iterator[measure.Check]:
             yield measure.Check(str(size), measure.first_line(error), 0)
             continue
         for rule in RULES:
-            yield measure.checked(f"{rule}, {size}", 0, _mismatches, batch, rule)
-        yield measure.checked(f"mss, some greedy, a row of NaN, {size}", 0, _mismatches, mixed(batch), "mss")
+            yield measure.checked(f"{rule}, {size}", 0, mismatches, batch, rule)
+        yield measure.checked(f"mss, some greedy, a row of NaN, {size}", 0, mismatches, mixed(batch), "mss")
         yield measure.checked(f"sums of laws, {size}", 1e-12, _sums_error, batch)
 
 
